@@ -200,10 +200,9 @@ class TreeAttention(PlannedAttention):
         return self._shapes[self.batch.blocks.query_tokens].target
 
     @property
-    def chunk_tokens(self) -> int:
-        """Tokens of a chunk by the policy's rule, as in :class:`~deft_backend.policies.Rules`."""
-        rules = self.policy.rules
-        return 0 if rules is None else rules.chunk_tokens
+    def short_tokens(self) -> int:
+        """:attr:`Invariant.short_tokens <deft_backend.policies.Invariant>`; 0 for others."""
+        return getattr(self.policy, "short_tokens", 0)
 
     @property
     def workspace_bytes(self) -> int:

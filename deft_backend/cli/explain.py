@@ -84,6 +84,6 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, Poli
     target = server_target(state, forest.page_size)
     title = f"server on port {state.port}, its last planned batch"
     policy = get_policy(state.policy if state.policy in POLICY_NAMES else "auto")
-    if isinstance(policy, Invariant) and state.chunk_tokens:
-        policy = Invariant(state.chunk_tokens)
+    if isinstance(policy, Invariant) and state.short_tokens:
+        policy = Invariant(state.short_tokens)
     return forest, target, state.num_layers, title, policy

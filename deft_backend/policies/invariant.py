@@ -7,8 +7,8 @@ between floating-point numbers. So no chunk is longer than a small part of the c
 
 A request ends in parts, ``1 / PARTS`` of a whole chunk: its last chunk has a part at most, and the
 parts before it are one chunk, or a half of a whole chunk and one more. If the request ends soon
-behind a whole chunk, that chunk is cut into a half and two quarters instead. So requests that branch
-inside a whole chunk read little by themselves.
+behind a whole chunk, that chunk is cut into a half and two quarters instead. So requests that
+branch inside a whole chunk read little by themselves.
 
 Requests side by side in depth-first order read a chunk together if they share all of it. That order
 depends on the planner, but no bit does. A request's last chunk is its own.
@@ -27,8 +27,8 @@ from deft_backend.policies.policy import ABSOLUTE, CHUNK, PARTS, PER_OCTAVE, Pol
 from deft_backend.policies.target import Limits, PolicyError, Target, check_limits
 from deft_backend.settings.policy_names import INVARIANT
 
-LONGER_FROM = 1 << 15
-"""Tokens from which on longer chunks pay, if a chunk costs a query as much as a token of its part."""
+LONGER_FROM = 42_000
+"""Tokens from which on longer chunks pay, if a chunk costs a query as much as a part costs it."""
 
 WORKSPACE_LIMIT = 2 << 30
 """Most bytes of partial results of the largest batch."""
@@ -90,7 +90,10 @@ class Invariant(Policy):
         return cls(CHUNK << max(round(math.log2(chunks)), 0))
 
     def __str__(self) -> str:
-        short, rest = f"chunks of {CHUNK} tokens up to {self.short_tokens}", f"of {2 * CHUNK} behind"
+        short, rest = (
+            f"chunks of {CHUNK} tokens up to {self.short_tokens}",
+            f"of {2 * CHUNK} behind",
+        )
         return f"{self.name}, {short}, {rest}"
 
     @property
@@ -147,7 +150,9 @@ class Invariant(Policy):
         second = np.where(end.shared > PARTS // 2, end.second, later)
         third = np.where(end.shared == PARTS, PARTS, later)
         parts = np.choose(np.clip(behind, 1, 4) - 1, [parts, second, third, later])
-        return np.where(behind <= 0, self._begin_of(np.asarray(chunk)), end.begin + parts * end.part)
+        return np.where(
+            behind <= 0, self._begin_of(np.asarray(chunk)), end.begin + parts * end.part
+        )
 
     def num_chunks(self, length: int) -> int:
         """Chunks of a request of so many tokens: its partial results."""

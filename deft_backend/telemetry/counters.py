@@ -206,8 +206,8 @@ class ServerDescription:
     host_version: str = field(metadata=_TEXT)
     backend: str = field(metadata=_TEXT)
     policy: str = field(metadata=_TEXT)
-    # `Rules.chunk_tokens` of the policy; 0: each plan chooses the length of its chunks.
-    chunk_tokens: int = field(default=0, kw_only=True, metadata=_ID)
+    # `Invariant.short_tokens`; 0 for the other policies.
+    short_tokens: int = field(default=0, kw_only=True, metadata=_ID)
     device: str = field(metadata=_TEXT)
     # Of the KV cache. Queries have it too, unless it has 8 bits.
     dtype: str = field(metadata=_TEXT)

@@ -150,7 +150,7 @@ def test_what_commands_do_is_as_drawn(commands, tmp_path, monkeypatch):
     arrivals = (Path(__file__).parents[1] / "support" / "arrivals.jsonl").read_text()
     (tmp_path / "t.jsonl").write_text("\n".join(arrivals.splitlines()[:3]))
     ended = {"pid": 2**22 + 1, "updated": time.time()}  # no such process
-    others = {31235: {"policy": "invariant", "chunk_tokens": 128}, 31237: ended}
+    others = {31235: {"policy": "invariant", "short_tokens": 1024}, 31237: ended}
     others[31236] = {**ended, "policy": "invariant"}  # with MLA: no rule sets its chunks
     for port, changes in {31234: {}, **others}.items():
         path = state_path(tmp_path / "cache" / "servers", port, pid=changes.get("pid"))

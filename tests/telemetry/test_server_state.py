@@ -41,7 +41,7 @@ def test_the_writer_does_not_keep_its_process_alive(writer, monkeypatch):
 
 
 MOST = (1 << 31) - 1
-LIMITS = dict.fromkeys(("pid", "rank", "chunk_tokens"), (0, MOST)) | {"port": (0, 65_535)}
+LIMITS = dict.fromkeys(("pid", "rank", "short_tokens"), (0, MOST)) | {"port": (0, 65_535)}
 LIMITS |= dict.fromkeys(("num_layers", "num_query_heads", "num_kv_heads"), (1, MOST))
 LIMITS |= dict.fromkeys(("head_dim", "dtype_bytes"), (1, MOST))
 

@@ -149,8 +149,8 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
     if attention.device.type == "cuda":
         tensors = _step_tensors(runner, division.tree)
         prepare_kernels(attention, tensors, settings)
-    chunk_tokens = attention.chunk_tokens
-    state = state_of(runner, division, settings.policy, chunk_tokens=chunk_tokens)
+    short_tokens = attention.short_tokens
+    state = state_of(runner, division, settings.policy, short_tokens=short_tokens)
     asks = model_asks(runner)
     return TreeLayers(host, attention, state, division, model_asks=asks, verify=settings.verify)
 

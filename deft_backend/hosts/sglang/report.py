@@ -19,7 +19,7 @@ def state_of(
     division: Division[int, LayerShape],
     policy: str,
     *,
-    chunk_tokens: int = 0,
+    short_tokens: int = 0,
     values_apart: bool = True,
 ) -> ServerState:
     shape = next(iter(division.tree.values()))
@@ -31,7 +31,7 @@ def state_of(
         host_version=SGLANG.installed() or "unknown",
         backend=NAME,
         policy=policy,
-        chunk_tokens=chunk_tokens,
+        short_tokens=short_tokens,
         device=str(runner.device),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=len(division.tree),

@@ -133,7 +133,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         device=device.type,
         num_layers=alike,
         values_apart=layer.value_dim is None,
-        chunk_tokens=getattr(attention, "chunk_tokens", 0),
+        short_tokens=getattr(attention, "short_tokens", 0),
     )
     made: Callable[..., GroupAttention]
     if isinstance(attention, LatentAttention):

@@ -70,8 +70,8 @@ def title(engine: Engine) -> str:
         return ""
     name = f"{_HOSTS.get(reading.host, reading.host)} {reading.host_version}"
     policy = f"{reading.backend}, policy {reading.policy}"
-    if reading.chunk_tokens:
-        policy = f"{policy} ({reading.chunk_tokens} tokens)"
+    if reading.short_tokens:
+        policy = f"{policy}, short chunks up to {reading.short_tokens} tokens"
     parts = [name, policy, reading.device]
     if engine.processes > 1:
         parts.append(counted(engine.processes, "process", "processes"))

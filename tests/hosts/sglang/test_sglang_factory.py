@@ -172,7 +172,7 @@ def test_what_an_attention_is_made_for(host, device, monkeypatch):
     sizes, prepared, settings = [], [], Settings(policy="fasttree", verify=True)
 
     class Made:
-        chunk_tokens = 512
+        short_tokens = 512
 
         def __init__(self, **given):
             self.device = given["device"]
@@ -282,7 +282,7 @@ def test_what_a_server_reports(host, monkeypatch):
 def test_how_a_server_describes_itself(host):
     kind = {"kv_cache_dtype": torch.bfloat16, "device": "cuda"}
     runner = fakes.model_runner(**kind, ps=SimpleNamespace(tp_rank=3))
-    given = {"chunk_tokens": 512, "values_apart": False}
+    given = {"short_tokens": 512, "values_apart": False}
     found = vars(report.state_of(runner, FOUR_HEADS, "fasttree", **given))
     assert (
         found.items()
@@ -294,4 +294,4 @@ def test_how_a_server_describes_itself(host):
         }.items()
     )
     plain = report.state_of(runner, FOUR_HEADS, "fasttree")
-    assert (plain.chunk_tokens, plain.values_apart) == (0, True)
+    assert (plain.short_tokens, plain.values_apart) == (0, True)

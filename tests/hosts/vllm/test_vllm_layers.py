@@ -265,7 +265,7 @@ def test_how_a_server_describes_itself(rank, monkeypatch):
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", asked)
     monkeypatch.setattr("sys.argv", ["server", "--port", "81"])
     config, model = make_config(), {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    model |= {"num_layers": 3, "device": "cpu", "chunk_tokens": 512, "values_apart": False}
+    model |= {"num_layers": 3, "device": "cpu", "short_tokens": 512, "values_apart": False}
     config.attention_config.backend = SimpleNamespace(name="DEFT")
     found = server._state_of(config, Settings(policy="fasttree"), torch.bfloat16, model)
     expected = ServerState(

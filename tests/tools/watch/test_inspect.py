@@ -21,7 +21,7 @@ from state_files import batch_of, state_path
 class Served:
     def __init__(self, folder):
         self.state = make_state()
-        self.state.policy, self.state.chunk_tokens = "invariant", 256
+        self.state.policy, self.state.short_tokens = "invariant", 2048
         self.writer = StateWriter(self.state, folder)
         self.decode(["a", "b", "c", "d"])
         self.writer.start()  # signs of life, however slow the machine is
@@ -63,7 +63,10 @@ def test_the_data(served, tmp_path):
     assert content["status"] in ("decoding", "idle")  # on a slow machine
     assert content["engines"] == ["1"]
     assert [request["name"] for request in batch["requests"]] == ["#0", "#1", "#2", "#3"]
-    assert content["title"] == "SGLang 0 · deft, policy invariant (256 tokens) · cpu"
+    assert (
+        content["title"]
+        == "SGLang 0 · deft, policy invariant, short chunks up to 2048 tokens · cpu"
+    )
     assert batch["nodes"][0] == [-1, 0, 512, 0, 4]
     first = {"node": 0, "start": 0, "tokens": 512, "readers": 4, "saved": 3 * 512}
     assert batch["prefixes"][0] == first

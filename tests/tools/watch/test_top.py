@@ -282,7 +282,7 @@ def drawn(rows, **given):
 
 def test_the_views_are_as_drawn(monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda shape: {"%H:%M:%S": "12:34:56"}[shape])
-    other = {"host": "vllm", "host_version": "0.33.0", "chunk_tokens": 256}
+    other = {"host": "vllm", "host_version": "0.33.0", "short_tokens": 512}
     rows = [
         row(1, engines.DECODING, 1.0, BUSY, DRAWN, engines.Stretch(FEW, 0.5), dp=0, processes=2),
         row(2, engines.IDLE, 119.6, place=Place("another-node", 7), **other),
