@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import correlation
+from statistics import correlation, median
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -261,13 +261,15 @@ def _time_per_token(row: Mapping[str, Any]) -> float | None:
 
 
 def _load_lines(run: Run) -> Iterator[Line]:
-    """Gaps of ours and of the host's backend, one line for each load and rate."""
+    """Gaps of ours and of the host's backend, one line for each load and rate: repeats' medians."""
     for (load, rate), rows in _grouped(run.rows, lambda r: (r["load"], r["rate"])).items():
-        both = sorted(rows, key=lambda row: row["backend"] not in OURS)
-        figures = [row["itl_ms"] for row in both]
-        gaps = (", ".join(f"{of[name]:.1f}" for of in figures) for name in ("mean", "p95", "p99"))
-        backends = " / ".join(row["backend"] for row in both)
-        yield backends, load, "all at once" if rate is None else str(rate), *gaps
+        both = _grouped(rows, lambda row: row["backend"])
+        sides = sorted(both, key=lambda name: name not in OURS)
+        gaps = (
+            ", ".join(f"{median(row['itl_ms'][name] for row in both[side]):.1f}" for side in sides)
+            for name in ("mean", "p95", "p99")
+        )
+        yield " / ".join(sides), load, "all at once" if rate is None else str(rate), *gaps
 
 
 def _kernel_lines(run: Run) -> Iterator[Line]:

@@ -78,7 +78,7 @@ class Traffic:
     turnover: float = 0.01
     unshared: float = 0.2
     aborted: float = 0.1
-    most_question: int = 256
+    most_question: int = 1024  # so that prompts and decode rows fill graphs of all sizes
     most_answer: int = 256
     samples: int = 200
 
@@ -182,9 +182,8 @@ async def _one(
 
 
 def memory_of(pid: int | None) -> dict[str, float | None]:
-    """Resident memory of a process and its descendants, and used memory of all GPUs, in MiB.
-
-    The GPU figure counts every process. None if this machine does not report it.
+    """Resident MiB of a process and its descendants, and used MiB of all GPUs, by all processes.
+    None if this machine does not report it.
     """
     import psutil
 
@@ -203,9 +202,8 @@ def memory_of(pid: int | None) -> dict[str, float | None]:
 
 
 def level(samples: Sequence[dict[str, Any]], name: str) -> dict[str, float] | None:
-    """Memory in the second fifth of the time and in the last, in MiB; None if unknown.
-
-    The server's own memory is the largest of a fifth. The GPUs' memory is the smallest, because its
+    """Memory in the second fifth of the time and in the last, in MiB; None if unknown. The server's
+    own memory is the largest of a fifth. The GPUs' memory is the smallest, because its
     samples count other processes too, and these only add to it.
     """
     known = [sample for sample in samples if sample.get(name) is not None]
