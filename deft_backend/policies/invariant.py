@@ -6,9 +6,9 @@ chunks. Behind ``2 * PER_OCTAVE`` of these, chunks are twice as long in each oct
 between floating-point numbers. So no chunk is longer than a small part of the context before it.
 
 A request ends in parts, ``1 / PARTS`` of a whole chunk: its last chunk has a part at most, and the
-parts before it are one chunk, or a half of a whole chunk and one more. If the request ends soon
-behind a whole chunk, that chunk is cut into a half and two quarters instead. So requests that
-branch inside a whole chunk read little by themselves.
+parts before it are one chunk, or a half of a whole chunk and one more. If its last tokens are less
+than a quarter of a chunk, these are its last chunk, and the whole one before them is cut into a
+half and two quarters. So requests that branch inside a whole chunk read little by themselves.
 
 Requests side by side in depth-first order read a chunk together if they share all of it. That order
 depends on the planner, but no bit does. A request's last chunk is its own.
