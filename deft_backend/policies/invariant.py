@@ -3,12 +3,13 @@
 A request's length alone decides where its chunks begin. The first ones, of `short_tokens` tokens
 together, have ``CHUNK`` tokens each, and the next ones twice as many: longer prefixes have longer
 chunks. Behind ``2 * PER_OCTAVE`` of these, chunks are twice as long in each octave, like the gaps
-between floating-point numbers. So no chunk is longer than a small part of the context before it.
+between floating-point numbers. From there on, none is longer than 1/16 of the context before it.
 
 A request ends in parts, ``1 / PARTS`` of a whole chunk: its last chunk has a part at most, and the
-parts before it are one chunk, or a half of a whole chunk and one more. If its last tokens are less
-than a quarter of a chunk, these are its last chunk, and the whole one before them is cut into a
-half and two quarters. So requests that branch inside a whole chunk read little by themselves.
+parts before it are one chunk, or a half of a whole chunk and one more. If the request has at most a
+quarter of the whole chunk in which it ends, these tokens are its last chunk, and the whole chunk
+before them is cut into a half and two quarters. So requests that branch inside a whole chunk read
+little by themselves.
 
 Requests side by side in depth-first order read a chunk together if they share all of it. That order
 depends on the planner, but no bit does. A request's last chunk is its own.
@@ -28,7 +29,8 @@ from deft_backend.policies.target import Limits, PolicyError, Target, check_limi
 from deft_backend.settings.policy_names import INVARIANT
 
 LONGER_FROM = 42_000
-"""Tokens from which on longer chunks pay, if a chunk costs a query as much as a part costs it."""
+"""Tokens up to which short chunks pay if a chunk costs a query as much as a part; fitted to
+times on an H200."""
 
 WORKSPACE_LIMIT = 2 << 30
 """Most bytes of partial results of the largest batch."""
@@ -92,9 +94,9 @@ class Invariant(Policy):
     def __str__(self) -> str:
         short, rest = (
             f"chunks of {CHUNK} tokens up to {self.short_tokens}",
-            f"of {2 * CHUNK} behind",
+            f"{2 * CHUNK} and more",
         )
-        return f"{self.name}, {short}, {rest}"
+        return f"{self.name}, {short}, then of {rest}"
 
     @property
     def rules(self) -> Rules:
@@ -159,7 +161,7 @@ class Invariant(Policy):
         return int(self.chunk_at(max(length - 1, 0), length)) + 1
 
     def most_chunks(self, length: int) -> int:
-        """Chunks of a request of up to so many tokens; a shorter request may have more."""
+        """At least as many chunks as any request of up to so many tokens has."""
         return int(self.end_of(length).whole) + 4
 
     def check_workspace(self, max_queries: int, max_tokens: int, result_bytes: int) -> None:
@@ -198,11 +200,11 @@ class Invariant(Policy):
         limit = np.maximum(length - 1, 0) // forest.page_size * forest.page_size
         shared = forest.shared.astype(np.int64)
         shared = np.minimum(shared, np.minimum(limit[:-1], limit[1:]))
-        shared = np.minimum(shared, self._alike(length[:-1], length[1:]))
+        shared = np.minimum(shared, self.alike(length[:-1], length[1:]))
         whole = self.begin_of(self.chunk_at(shared, length[:-1]), length[:-1])
         return build_forest(forest.order, whole.astype(np.int32), forest.seq_lens)
 
-    def _alike(self, length: Int64Array, other_length: Int64Array) -> Int64Array:
+    def alike(self, length: Int64Array, other_length: Int64Array) -> Int64Array:
         """The token up to which requests of both lengths have the same chunks."""
         end, other = self.end_of(length), self.end_of(other_length)
         half = np.where(np.minimum(end.shared, other.shared) >= PARTS // 2, PARTS // 2, 0)

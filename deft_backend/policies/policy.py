@@ -37,7 +37,7 @@ class Rules(NamedTuple):
     edges: str  # which edges are cut; one of :data:`EDGE_RULES`
     # One of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`, or :data:`ABSOLUTE`.
     chunks: str
-    # Tokens of a chunk for the rule ``fixed``; for ``absolute``, of all chunks of CHUNK tokens.
+    # Tokens of a chunk for the rule ``fixed``; for ``absolute``, of all short chunks.
     chunk_tokens: int = 0
 
 

@@ -157,7 +157,7 @@ def _add_ranks(ranks, first, batch, before, low, LAST, NEXT, TILE, PAGE_SIZE):
     tl.atomic_max(ranks.common + request, common * PAGE_SIZE, mask=shares, sem="relaxed")
 
 
-@jit(do_not_specialize=["batch", "columns", "stride_table", "private", "chunk_tokens"])
+@jit(do_not_specialize=["batch", "columns", "stride_table", "private", "short_tokens"])
 def sort_rows(
     tables: Tables,
     ranks: Ranks,
@@ -168,7 +168,7 @@ def sort_rows(
     columns,
     stride_table,
     private,
-    chunk_tokens,
+    short_tokens,
     BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -214,7 +214,7 @@ def sort_rows(
     if CHUNKS == "absolute":
         length = length_of(requests, is_request, tables, BLOCKS)
         other_length = length_of(neighbour, is_request, tables, BLOCKS)
-        cut = shared_chunks(cut, length, other_length, chunk_tokens)
+        cut = shared_chunks(cut, length, other_length, short_tokens)
 
     none = tl.full([BLOCK], 0, tl.int32)
     tl.store(order_ptr + place, requests, mask=is_request)
