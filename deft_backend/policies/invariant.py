@@ -17,7 +17,7 @@ depends on the planner, but no bit does. A request's last chunk is its own.
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -37,13 +37,13 @@ WORKSPACE_LIMIT = 2 << 30
 
 
 class End(NamedTuple):
-    """A request behind its whole chunks, in parts."""
+    """Requests behind their whole chunks, in parts: arrays, or a kernel's tensors."""
 
-    whole: Int64Array  # how many whole chunks there are
-    begin: Int64Array  # the first token behind them
-    part: Int64Array  # tokens of a part
-    shared: Int64Array  # parts before the request's last chunk
-    second: Int64Array  # the end of the chunk behind a half
+    whole: Any  # how many whole chunks there are
+    begin: Any  # the first token behind them
+    part: Any  # tokens of a part
+    shared: Any  # parts before the request's last chunk
+    second: Any  # the end of the chunk behind a half
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.policies import policy
+from deft_backend.policies.invariant import End
 
 CHUNK = tl.constexpr(policy.CHUNK)
 PER_OCTAVE = tl.constexpr(policy.PER_OCTAVE)
@@ -108,16 +109,6 @@ def _begin_of(chunk, short_tokens):
     octave = tl.maximum(longer // CHUNKS - 1, 0)
     begin = short_tokens + ((longer - octave * CHUNKS) << octave) * (2 * EACH)
     return tl.where(longer < 0, chunk * EACH, begin)
-
-
-class End(NamedTuple):
-    """A request behind its whole chunks, in parts: ``Invariant`` says how it is cut."""
-
-    whole: Any  # how many whole chunks there are
-    begin: Any  # the first token behind them
-    part: Any  # tokens of a part
-    shared: Any  # parts before the request's last chunk
-    second: Any  # the end of the chunk behind a half
 
 
 @jit
