@@ -34,7 +34,7 @@ def check_loads(host: str, loads: Sequence[Any], *, by_host: bool) -> None:
 
 def client_command(host: str, path: str, warm: int, out: Path, url: str, load: Any) -> list[str]:
     """The client's command for a load on a server of the checkpoint at `path`; `out` gets JSON."""
-    seed = crc32(f"{load.name} {load.rate}".encode())  # other prompts than those in the cache
+    seed = crc32(load.seed.encode())  # other prompts than those in the cache
     options: dict[str, Any] = {"base-url": url, "model": path, "num-prompts": load.requests}
     options |= {"request-rate": load.rate or "inf", "seed": seed}
     if host == "vllm":

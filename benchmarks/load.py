@@ -75,6 +75,7 @@ class Load:
     - `own`, `gen`: tokens of each request behind its prefix, and of its answer.
     - `rate`: requests a second; None sends all at once.
     - `turns`: of each conversation; only a host's client has several.
+    - `repeat`: of the same load before; each has prompts of its own, which no cache holds.
     """
 
     name: str
@@ -85,20 +86,21 @@ class Load:
     requests: int
     rate: float | None
     turns: int = 1
+    repeat: int = 0
+
+    @property
+    def seed(self) -> str:
+        return f"{self.name} {self.rate} {self.repeat}"
 
     def prompt(self, number: int, vocabulary: int) -> tuple[int, ...]:
         """The token ids of a request, the same in every process."""
-        seed = f"{self.name} {self.rate}"
-        own = draw(random.Random(f"{seed} {number}"), vocabulary, self.own)
-        if not self.prefixes:
-            return own
-        return _prefix(f"{seed} prefix {number % self.prefixes}", vocabulary, self.prefix) + own
+        seed = f"{self.seed} prefix {number % max(1, self.prefixes)}"
+        own = draw(random.Random(f"{self.seed} {number}"), vocabulary, self.own)
+        return _prefix(seed, vocabulary, self.prefix) + own
 
     def arrivals(self) -> list[float]:
         """Seconds from the start until each request is sent."""
-        if self.rate is None:
-            return [0.0] * self.requests
-        return poisson(self.requests, self.rate)[0]
+        return poisson(self.requests, self.rate)[0] if self.rate else [0.0] * self.requests
 
 
 @lru_cache
@@ -117,7 +119,7 @@ def read_loads(names: Sequence[str]) -> list[Load]:
         entry = dict(known[name])
         rates = entry.pop("rates")
         loads += [Load(name, **entry, rate=each) for each in ([parse_rate(rate)] if at else rates)]
-    return loads
+    return [replace(each, repeat=loads[:at].count(each)) for at, each in enumerate(loads)]
 
 
 def parse_rate(text: str) -> float | None:
@@ -324,10 +326,8 @@ def _measure_all(
     turns = {gpu: Lock() for gpu in {*gpus, None}}
 
     def one(backend: str, gpu: str | None) -> None:
-        environment = dict(launch.environment)
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
-        placed = replace(launch, environment=environment)
+        placing = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        placed = replace(launch, environment={**launch.environment, **placing})
         try:
             with server_of(placed, backend, path.with_suffix(".logs"), say_line) as server:
                 for load in loads:
