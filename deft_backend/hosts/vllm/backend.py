@@ -78,10 +78,10 @@ class TreeImplementation:
         **kwargs: Any,
     ) -> torch.Tensor:
         """The host's ``AttentionImpl.forward``, except for tree attention; KV is written."""
+        step, host_forward = step_of(attn_metadata), cast(Any, super()).forward
         given = (layer, query, key, value, kv_cache, attn_metadata, output)
-        step = step_of(attn_metadata)
-        if step is None:
-            return self._host_forward(*given, *args, **kwargs)
+        if step is None:  # directly: eager steps with prompts wait for Python
+            return cast(torch.Tensor, host_forward(*given, *args, **kwargs))
 
         def host() -> torch.Tensor:
             metadata = attn_metadata if step.whole is None else step.whole()
