@@ -166,26 +166,6 @@ def test_long_segments_go_round_the_rings(lookahead, policy):
     check(3, 6, lookahead=lookahead, longest=1500, policy=policy)
 
 
-def test_large_tiles_prefetch_what_they_copy_next(monkeypatch):
-    copies, asked = gluon_emulator.emulated(large_tile_copies), []
-    load, addresses = copies.async_load, lambda source: source.to(copies.gl.int64).ravel().tolist()
-
-    def copy(buffer, source, **options):
-        for waiting in asked[-2:]:  # of K and of V
-            waiting.difference_update(addresses(source))
-        load(buffer, source, **options)
-
-    monkeypatch.setattr(copies, "ask", lambda source, _: asked.append(set(addresses(source))))
-    monkeypatch.setattr(copies, "async_load", copy)
-    attention_checks.check(
-        star(12, 4200, [21]),
-        heads=(8, 2),
-        group=chunks_and_leaves(4200, 7, 12),
-        prepare=lambda attention: use_gluon(attention, 2, 3),
-    )
-    assert [len(waiting) for waiting in asked] == [0] * 22  # of 14 works, 3 are a program's first
-
-
 @pytest.mark.parametrize("policy", ["fasttree", 128])
 @pytest.mark.parametrize("query_tokens", [70, 130])
 def test_trees_of_more_tokens_than_a_word_has_bits(query_tokens, policy):

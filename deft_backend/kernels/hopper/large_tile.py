@@ -8,19 +8,15 @@ Gluon, it chooses when each matrix product starts and when it needs the result (
 section 3.2: GEMM-softmax pipelining): Q K^T of the next block and P V of this block start together,
 and the softmax of the next block runs during P V.
 
-The kernel takes KV blocks from the range's end to its start. Only the first block, before the
+The kernel takes KV blocks from the segment's end to its start. Only the first block, before the
 loop, needs a mask for tokens past the end.
 
 Rings of shared-memory buffers hold K and V. K runs LOOKAHEAD blocks ahead of the product that
 starts next, and V runs one block behind K. One thread for each token computes where the token lies,
 and the threads that copy read that offset: one ring holds page ids, and a second ring holds the
 offsets, a few blocks later. One thread for each query vector computes in the same way where the
-vector lies and where its result goes.
-
-Copies of the next item start before an item ends, so memory is never idle between the two. After
-an item's first block, the kernel loads what the next item needs first: page ids, queries and slots.
-Shortly before the item's last block, it prefetches the next item's first blocks to the L2 cache.
-After the last block, it copies the next item's first K, and only then writes the item's results.
+vector lies and where its result goes. While the kernel writes an item's results, it loads what the
+next item needs first: page ids, queries and slots.
 
 Each block meets two barriers. The first one and its proxy fence make all copies visible to the
 tensor cores. After the second one, no warp reads the oldest buffers, so copies may overwrite them.
@@ -38,17 +34,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.hopper.large_tile_copies import (
+    Segment,
+    Stream,
     arrived,
     ask_item,
     copy_first_blocks,
-    copy_first_keys,
     copy_next_blocks,
     copy_queries,
-    last_begin,
-    prefetch_item,
-    stream_of,
-    take_pages,
-    take_queries,
+    take_item,
 )
 from deft_backend.kernels.hopper.large_tile_memory import (
     allocate,
@@ -67,7 +60,6 @@ from deft_backend.kernels.hopper.large_tile_results import (
     write_results,
 )
 from deft_backend.kernels.hopper.parts import (
-    Item,
     ask_plan,
     capped,
     next_slot,
@@ -78,14 +70,7 @@ from deft_backend.kernels.hopper.parts import (
     tail_of,
     with_device_scales,
 )
-from deft_backend.kernels.hopper.versions import (
-    barrier,
-    commit_group,
-    gl,
-    jit,
-    wait_group,
-    warpgroup_mma_wait,
-)
+from deft_backend.kernels.hopper.versions import barrier, gl, jit, wait_group, warpgroup_mma_wait
 from deft_backend.planner.device_plan import ItemArrays
 
 
@@ -113,17 +98,10 @@ class Inputs(NamedTuple):
 
 
 @jit
-def _bounded(item, tensors):
-    """Second link: an item whose range ends where it ends now."""
-    stop = range_end(item, tensors)
-    return Item(item.entry, item.queries, item.request, item.row, item.start, stop)
-
-
-@jit
-def _begin(stream, buffers, CACHE, TILE, LAYOUT):
-    """Start copying an item's first keys; the page ids that `ask_item` asked for have arrived."""
-    take_pages(stream, buffers, CACHE, TILE, LAYOUT)
-    copy_first_keys(stream, buffers, LAYOUT)
+def _find_segment(item, tensors, strides):
+    """Second link: an item's KV range as it is now."""
+    table = tensors.page_table + item.row.to(gl.int64) * strides.table
+    return Segment(table, item.start, range_end(item, tensors))
 
 
 @jit
@@ -192,6 +170,7 @@ def hopper_large_tile_attention(
     gl.static_assert(TILE.place == 0)  # these items come first in the plan
     work_end = gl.load(plan.tile_ptr + 1) * HEADS.num_kv
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.copy))
+    offs_kv = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.kv_copy))
     first_work = gl.program_id(0)
     step_work = gl.num_programs(0)
     counted = 0
@@ -203,40 +182,43 @@ def hopper_large_tile_attention(
         if (work_end > 0) & (2 * work_end <= step_work):
             first_work = spread_number(plan.arrivals, counted, LAYOUT)
             item = read_item(first_work, work_end, tensors, plan, HEADS, AHEAD=False)
+    segment = Segment(tensors.page_table, item.start, item.stop)
     # A program without an item ends here, and only its end lets the next kernel start. Programs
     # that start while idle programs hold some SMs crowd onto the other SMs and stay there.
     if first_work < work_end:
         if MODE.overlapped:
             gdc_launch_dependents()
-        item = _bounded(item, tensors)
-        kv_head = first_work % HEADS.num_kv
-        stream = stream_of(item, kv_head, tensors, strides, HEADS, CACHE, TILE, LAYOUT)
-        ask_item(True, item, stream, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
-        commit_group()
-        wait_group(0)
-        barrier()
-        _begin(stream, buffers, CACHE, TILE, LAYOUT)
+        segment = _find_segment(item, tensors, strides)
+        ask_item(True, item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
 
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
         kv_head = work % HEADS.num_kv
         zero = hidden_zero(item.queries)
-        stream = stream_of(item, kv_head, tensors, strides, HEADS, CACHE, TILE, LAYOUT)
-        blocks = gl.maximum(stream.filled, 1)  # an empty range runs one block, all of it masked
+        base = kv_head.to(gl.int64) * CACHE.head + offs_kv
+        tokens = gl.maximum(segment.stop - segment.start, 0)
+        filled = (tokens + BLOCK_N - 1) // BLOCK_N
+        blocks = gl.maximum(filled, 1)  # an empty range runs one block, all of it masked
 
-        take_queries(kv_head, zero, buffers, tensors, strides, HEADS, TILE, LAYOUT)
+        # Wait until what `ask_item` asked for has arrived, for every thread.
+        wait_group(0)
+        barrier()
+        last, most = take_item(
+            segment, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
+        )
+        stream = Stream(
+            segment.table, segment.start, most, filled, tensors.k + base, tensors.v + base
+        )
         copy_queries(item, zero, tensors.q + offs_d, buffers, HEADS, TILE, LAYOUT)
-        position = copy_first_blocks(stream, buffers, CACHE, TILE, LAYOUT)
+        position = copy_first_blocks(stream, last, buffers, CACHE, TILE, LAYOUT)
 
         # Load what the next item needs first while the program works on this item.
         next_item = read_item(work + step_work, work_end, tensors, plan, HEADS, AHEAD=False)
-        arrived(2 * TILE.lookahead - 1)  # K of the first block was copied before Q
-        next_item = _bounded(next_item, tensors)
+        arrived(2 * TILE.lookahead)
         q = buffers.rows.load(LAYOUT.queries)  # a V block comes where Q is
         scores = first_product(q, buffers, CACHE, TILE, LAYOUT)
         scores = capped(scores, scaling, MODE.soft_cap)
-        # The block holds the range's last tokens.
-        left = gl.maximum(item.stop - last_begin(stream, BLOCK_N), 0)
+        left = tokens - (blocks - 1) * BLOCK_N  # of the block: the range's last tokens
         scores = masked(scores, left, BLOCK_M, BLOCK_N, LAYOUT)
         hiding = 0  # blocks of the loop that hold query tokens
         tail = 0
@@ -253,33 +235,20 @@ def hopper_large_tile_attention(
         weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
         state = State(0, 1, position, maximum, total, acc, weights)
         inputs = Inputs(q, stream, left, tail, scaling, buffers)
-        there = work + step_work < work_end
-        next_head = (work + step_work) % HEADS.num_kv
-        following = stream_of(next_item, next_head, tensors, strides, HEADS, CACHE, TILE, LAYOUT)
-        ask_item(there, next_item, following, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
-        # These copies join the group of step 0, which has arrived when step STEPS begins. In the
-        # last STEPS steps, the item has hardly anything left to copy.
-        STEPS: gl.constexpr = TILE.lookahead + 1
-        late = gl.maximum(gl.maximum(blocks - 1 - STEPS, STEPS), hiding)
-        late = gl.where(there, late, -1)
         if not HEADS.single:
             for step in range(0, hiding):
                 state = _add_block(
                     state, step, inputs, tensors, strides, True, HEADS, CACHE, TILE, MODE, LAYOUT
                 )
         for step in range(hiding, blocks - 1):
-            if step == late:
-                anew = hidden_zero(state.now)
-                prefetch_item(
-                    following, next_head, anew, buffers, tensors, HEADS, CACHE, TILE, LAYOUT
-                )
             state = _add_block(
                 state, step, inputs, tensors, strides, False, HEADS, CACHE, TILE, MODE, LAYOUT
             )
 
-        commit_group()  # an item of one block has not ended the group of `ask_item` yet
+        segment = _find_segment(next_item, tensors, strides)
         arrived(0)
-        _begin(following, buffers, CACHE, TILE, LAYOUT)
+        there = work + step_work < work_end
+        ask_item(there, next_item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
         acc = last_product(state, scaling, buffers, CACHE, LAYOUT)
         sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
         maximum, zero = state.maximum, hidden_zero(state.now)
@@ -288,6 +257,5 @@ def hopper_large_tile_attention(
         )
         item = next_item
 
-    wait_group(0)  # the last item has begun an item that is not there
     if MODE.overlapped:
         gdc_wait()

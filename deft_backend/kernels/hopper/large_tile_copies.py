@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.hopper.large_tile_memory import in_one_row
-from deft_backend.kernels.hopper.parts import ask, offsets_of, places_of
+from deft_backend.kernels.hopper.parts import offsets_of, places_of
 from deft_backend.kernels.hopper.versions import (
     async_load,
     barrier,
@@ -22,27 +22,23 @@ from deft_backend.kernels.hopper.versions import (
 )
 
 
+class Segment(NamedTuple):
+    """An item's KV range: its row of the page table, and its first and end position."""
+
+    table: Any
+    start: Any
+    stop: Any
+
+
 class Stream(NamedTuple):
     """The KV blocks of an item, for one KV head."""
 
-    table: Any  # the KV range's row of the page table
+    table: Any
     start: Any
-    most: Any  # the range's last position; `start` is its first
+    most: Any  # the segment's last position; `start` is its first
     filled: Any  # blocks that hold tokens
     k_base: Any
     v_base: Any  # [D] pointers: the first token of the KV head in the cache
-
-
-@jit
-def stream_of(item, kv_head, tensors, strides, HEADS, CACHE, TILE, LAYOUT):
-    """The KV blocks of an item that ends where `item.stop` says."""
-    BLOCK_N: gl.constexpr = TILE.block_tokens
-    table = tensors.page_table + item.row.to(gl.int64) * strides.table
-    most = gl.maximum(item.stop - 1, 0)
-    filled = (gl.maximum(item.stop - item.start, 0) + BLOCK_N - 1) // BLOCK_N
-    base = kv_head.to(gl.int64) * CACHE.head
-    base += gl.arange(0, HEADS.dim, layout=gl.SliceLayout(0, LAYOUT.kv_copy))
-    return Stream(table, item.start, most, filled, tensors.k + base, tensors.v + base)
 
 
 @jit
@@ -84,67 +80,43 @@ def read_rows(numbers, ROW, AT_ONCE):
 
 
 @jit
-def last_begin(stream, BLOCK_N):
-    """Where an item's last block begins, which is taken first."""
-    return stream.start + (gl.maximum(stream.filled, 1) - 1) * BLOCK_N
+def first_positions(segment, BLOCK_N, LAYOUT):
+    """Where a segment's last block begins, its last position, and positions of its first blocks.
 
-
-@jit
-def first_positions(stream, BLOCKS, EACH, BLOCK_N, LAYOUT):
-    """The positions of the BLOCKS blocks that are taken first: the item's last ones, from the very
-    last on.
-
-    Masked rows hold tokens of the item, too: any other number, even times 0, could spoil the
-    result.
+    The first blocks are the segment's last ones, of which the very last comes first. Masked rows
+    hold tokens of the segment, too: any other number, even times 0, could spoil the result.
     """
-    place = gl.arange(0, BLOCKS * BLOCK_N, layout=EACH)
-    position = last_begin(stream, BLOCK_N) - place // BLOCK_N * BLOCK_N
-    position += row_of_place(place % BLOCK_N, BLOCK_N, LAYOUT.kv_at_once)
-    return _within(position, stream.start, stream.most)
+    blocks = gl.maximum((segment.stop - segment.start + BLOCK_N - 1) // BLOCK_N, 1)
+    last = segment.start + (blocks - 1) * BLOCK_N
+    most = gl.maximum(segment.stop - 1, 0)
+    known = gl.arange(0, LAYOUT.known * BLOCK_N, layout=LAYOUT.each)
+    position = last - known // BLOCK_N * BLOCK_N
+    position += row_of_place(known % BLOCK_N, BLOCK_N, LAYOUT.kv_at_once)
+    return last, most, _within(position, segment.start, most)
 
 
 @jit
-def ask_item(there, item, stream, buffers, plan, HEADS, CACHE, TILE, LAYOUT):
-    """Start copying what an item needs first, if it is there; the caller ends the group of copies.
+def ask_item(there, item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT):
+    """Start copying what an item needs first, if it is there.
 
     That is the page ids of `first_positions`, and the query and the slot of each query vector. Rows
     outside the tile get those of its last query, and nobody uses them.
     """
     LIST: gl.constexpr = LAYOUT.each
-    position = first_positions(stream, LAYOUT.known, LIST, TILE.block_tokens, LAYOUT)
+    _, _, position = first_positions(segment, TILE.block_tokens, LAYOUT)
     # `queries` >> 16 is 0, which the compiler does not know: see `hidden_zero`.
     row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT.at_once)
     row += item.queries >> 16
     entry = item.entry + gl.minimum(row // HEADS.vectors, item.queries - 1)
     async_load(
         buffers.first_pages,
-        stream.table + position // CACHE.page_size,
+        segment.table + position // CACHE.page_size,
         mask=gl.full([LAYOUT.known * TILE.block_tokens], True, gl.int1, LIST) & there,
     )
     some = gl.full([TILE.height], True, gl.int1, LIST) & there
     async_load(buffers.entries.index(0), plan.entry_query + entry, mask=some)
     async_load(buffers.entries.index(1), plan.entry_slot + entry, mask=some)
-
-
-@jit
-def prefetch_item(stream, kv_head, zero, buffers, tensors, HEADS, CACHE, TILE, LAYOUT):
-    """Prefetch K and V of an item's first two blocks to the L2 cache.
-
-    The page ids that `ask_item` asked for have arrived.
-    """
-    UNIT: gl.constexpr = LAYOUT.kv_unit
-    PARTS: gl.constexpr = HEADS.dim // (4 * UNIT)  # of 64 bytes, of a token
-    COPY: gl.constexpr = gl.BlockedLayout([1, 1], [32 // PARTS, PARTS], [gl.num_warps(), 1], [1, 0])
-    ROW: gl.constexpr = gl.SliceLayout(1, COPY)
-    position = first_positions(stream, 2, ROW, TILE.block_tokens, LAYOUT)
-    page = buffers.first_pages.slice(0, 2 * TILE.block_tokens).load(ROW).to(gl.int32)
-    offset = offsets_of(page, position, CACHE).to(gl.uint32).to(gl.int64) * UNIT
-    part = (gl.arange(0, PARTS, layout=gl.SliceLayout(0, COPY)) + zero) * (4 * UNIT)
-    at = kv_head.to(gl.int64) * CACHE.head + offset[:, None] + part[None, :]
-    some = gl.full([2 * TILE.block_tokens, PARTS], True, gl.int1, COPY)
-    some = some & (stream.filled > 0)
-    ask(tensors.k + at, some)
-    ask(tensors.v + at, some)
+    commit_group()
 
 
 @jit
@@ -178,33 +150,31 @@ def copy_rows(exists, buffer, base, offset, UNIT, COPY):
 
 @jit
 def _copy_pages(buffer, stream, position, PAGE_SIZE):
-    """Start copying the page ids of positions within the range."""
+    """Start copying the page ids of positions within the segment."""
     async_load(buffer, stream.table + _within(position, stream.start, stream.most) // PAGE_SIZE)
 
 
 @jit
-def take_pages(stream, buffers, CACHE, TILE, LAYOUT):
-    """Turn page ids that `ask_item` copied into offsets, in shared memory."""
+def take_item(segment, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT):
+    """Turn what `ask_item` copied into addresses, in shared memory; returns where the segment's
+    last block begins, and its last position.
+    """
     LIST: gl.constexpr = LAYOUT.each
-    position = first_positions(stream, LAYOUT.known, LIST, TILE.block_tokens, LAYOUT)
+    last, most, position = first_positions(segment, TILE.block_tokens, LAYOUT)
     page = buffers.first_pages.load(LIST).to(gl.int32)
-    in_one_row(buffers.offsets, LAYOUT).store(offsets_of(page, position, CACHE))
-    barrier()
-
-
-@jit
-def take_queries(kv_head, zero, buffers, tensors, strides, HEADS, TILE, LAYOUT):
-    """Turn queries and slots that `ask_item` copied into places, in shared memory."""
-    LIST: gl.constexpr = LAYOUT.each
     query = buffers.entries.index(0).load(LIST)
     slot = buffers.entries.index(1).load(LIST)
     row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT.at_once) + zero
     some = gl.full([TILE.height], True, gl.int1, LIST)
     places = places_of(query, row % HEADS.vectors, some, kv_head, tensors, HEADS)
+    barrier()  # the same memory holds the offsets
+
+    in_one_row(buffers.offsets, LAYOUT).store(offsets_of(page, position, CACHE))
     q_at = places.row * (strides.q_batch // 8) + places.head * (strides.q_head // 8)
     buffers.places.index(0).store(q_at.to(gl.int32))
     buffers.places.index(1).store(result_place(places, slot, strides, HEADS))
     barrier()
+    return last, most
 
 
 @jit
@@ -218,49 +188,42 @@ def copy_queries(item, zero, q_base, buffers, HEADS, TILE, LAYOUT):
 
 
 @jit
-def copy_block(block, ring, base, stream, buffers, LAYOUT):
-    """Start copying K or V of an item's block number `block`, one of the first, to its ring."""
-    ROW: gl.constexpr = LAYOUT.kv_copy_row
-    COPY: gl.constexpr = LAYOUT.kv_copy
-    offset = read_rows(buffers.offsets.index(block), ROW, LAYOUT.kv_at_once)
-    copy_rows(stream.filled > block, ring.index(block), base, offset, LAYOUT.kv_unit, COPY)
-
-
-@jit
 def copy_ahead(ahead, stream, buffers, LAYOUT):
     """Start copying V of the block before an item's block number `ahead`, and K of that block."""
+    ROW: gl.constexpr = LAYOUT.kv_copy_row
+    COPY: gl.constexpr = LAYOUT.kv_copy
+    UNIT: gl.constexpr = LAYOUT.kv_unit
+    AT_ONCE: gl.constexpr = LAYOUT.kv_at_once
     if ahead > 0:
-        copy_block(ahead - 1, buffers.v, stream.v_base, stream, buffers, LAYOUT)
-    copy_block(ahead, buffers.k, stream.k_base, stream, buffers, LAYOUT)
+        offset = read_rows(buffers.offsets.index(ahead - 1), ROW, AT_ONCE)
+        v = buffers.v.index(ahead - 1)
+        copy_rows(stream.filled > ahead - 1, v, stream.v_base, offset, UNIT, COPY)
+    offset = read_rows(buffers.offsets.index(ahead), ROW, AT_ONCE)
+    k = buffers.k.index(ahead)
+    copy_rows(stream.filled > ahead, k, stream.k_base, offset, UNIT, COPY)
 
 
 @jit
-def copy_first_keys(stream, buffers, LAYOUT):
-    """Start copying K of an item's first two blocks."""
-    for block in gl.static_range(2):
-        copy_block(block, buffers.k, stream.k_base, stream, buffers, LAYOUT)
+def copy_first_blocks(stream, last, buffers, CACHE, TILE, LAYOUT):
+    """Start copying an item's first blocks of K and V, and the page ids of the blocks behind them.
 
-
-@jit
-def copy_first_blocks(stream, buffers, CACHE, TILE, LAYOUT):
-    """Start copying what `copy_first_keys` left of an item's first blocks, and the page ids of the
-    blocks behind them; returned are the first positions of unknown offsets.
+    `last` is where the last block begins; returned are the first positions of unknown offsets.
     """
     AT_ONCE: gl.constexpr = LAYOUT.kv_at_once
     BLOCK_N: gl.constexpr = TILE.block_tokens
     KNOWN: gl.constexpr = LAYOUT.known
     PAGES: gl.constexpr = LAYOUT.pages
-    begin = last_begin(stream, BLOCK_N) - KNOWN * BLOCK_N  # of the first block behind the known
-    behind = gl.arange(0, PAGES // 2 * BLOCK_N, layout=LAYOUT.each)
-    position = begin - behind // BLOCK_N * BLOCK_N
-    position += row_of_place(behind % BLOCK_N, BLOCK_N, AT_ONCE)
-    pages = in_one_row(buffers.pages, LAYOUT)
-    pages = pages.slice(KNOWN % PAGES * BLOCK_N, PAGES // 2 * BLOCK_N)
-    _copy_pages(pages, stream, position, CACHE.page_size)
-    copy_block(0, buffers.v, stream.v_base, stream, buffers, LAYOUT)  # ends the pages' group, too
-    for ahead in gl.static_range(2, TILE.lookahead + 1):
+    for ahead in gl.static_range(TILE.lookahead + 1):
         copy_ahead(ahead, stream, buffers, LAYOUT)
-    return begin + row_of_place(gl.arange(0, BLOCK_N, layout=LAYOUT.each), BLOCK_N, AT_ONCE)
+        if ahead == 0:  # nobody needs these page ids before V of the first block
+            behind = gl.arange(0, PAGES // 2 * BLOCK_N, layout=LAYOUT.each)
+            position = last - KNOWN * BLOCK_N - behind // BLOCK_N * BLOCK_N
+            position += row_of_place(behind % BLOCK_N, BLOCK_N, AT_ONCE)
+            pages = in_one_row(buffers.pages, LAYOUT)
+            pages = pages.slice(KNOWN % PAGES * BLOCK_N, PAGES // 2 * BLOCK_N)
+            _copy_pages(pages, stream, position, CACHE.page_size)
+    position = last - KNOWN * BLOCK_N
+    return position + row_of_place(gl.arange(0, BLOCK_N, layout=LAYOUT.each), BLOCK_N, AT_ONCE)
 
 
 @jit

@@ -100,8 +100,8 @@ class Buffers(NamedTuple):
     places: Any
     """[2, M] int32: where each query vector lies, and where its result goes (`result_place`)."""
     rows: Any  # [M, D]: Q, and later the results, as whole rows, while no block of V is there
-    first_pages: Any  # [known * tokens]: page ids of the next item's first blocks
-    entries: Any  # [2, M] int32: query and slot of each query vector of the next item
+    first_pages: Any  # [known * tokens]: page ids of an item's first blocks, until the item begins
+    entries: Any  # [2, M] int32: query and slot of each query vector, until the item begins
 
 
 @jit
@@ -109,7 +109,8 @@ def allocate(tensors, HEADS, CACHE, TILE, LAYOUT):
     """Allocate a program's shared memory.
 
     Q and the results share the memory of the V block that is copied last, or of the operand that
-    V becomes.
+    V becomes. What an item needs first comes to memory that later holds the pages and offsets of
+    its blocks.
     """
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
     STORED: gl.constexpr = tensors.k.dtype.element_ty
@@ -132,9 +133,8 @@ def allocate(tensors, HEADS, CACHE, TILE, LAYOUT):
     else:
         keys, values, rows = k.index(0), v.index(0), v.index(LAYOUT.slots - 1)
     places = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], LAYOUT.plain)
-    first_pages = gl.allocate_shared_memory(PAGE_ID, [KNOWN * BLOCK_N], LAYOUT.plain)
-    entries = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], LAYOUT.plain)
-    return Buffers(k, v, keys, values, offsets, pages, places, rows, first_pages, entries)
+    first_pages = in_one_row(pages, LAYOUT).slice(0, KNOWN * BLOCK_N)
+    return Buffers(k, v, keys, values, offsets, pages, places, rows, first_pages, offsets)
 
 
 @jit
