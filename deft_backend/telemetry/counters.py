@@ -39,7 +39,10 @@ class Steps(NamedTuple):
     kv_bytes: int = 0
 
     def plus(self, other: Steps, sign: int = 1) -> Steps:
-        return Steps(*(a + sign * b for a, b in zip(self, other, strict=True)))
+        steps, rows, kv_bytes = other
+        return Steps(
+            self.steps + sign * steps, self.rows + sign * rows, self.kv_bytes + sign * kv_bytes
+        )
 
 
 class Content(NamedTuple):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -129,7 +130,7 @@ class TreeBuilder:
         """Metadata of the rows that tree attention leaves, with the step of the others."""
         group = cast(GroupAttention, self.deft_group)
         # The host captures for one prompt of all tokens; its schedule must be of that kernel.
-        common = common.replace(max_query_len=int(common.num_actual_tokens))
+        longest = int(common.num_actual_tokens)
         requests = int(common.num_reqs)
         rows, decoded = (0, None) if self._capturing else leading_rows(common)
         reason = group.refuses(requests, 1)
@@ -140,15 +141,19 @@ class TreeBuilder:
         # A graph's requests are the padded ones; of these, plans hold as many as the server allows.
         reason = reason or refused(rows, group.settings, group.attention.max_batch)
         rows = rows if reason is None else 0
-        build, step = partial(self._host().build, 0), None
+
+        def of_host(**changes: Any) -> Any:
+            batch = common.replace(max_query_len=longest, **changes)
+            return self._host().build(0, batch, *args, **kwargs)
+
+        step = None
         if requests < group.settings.min_batch:
-            metadata = build(common, *args, **kwargs)
+            metadata = of_host()
         else:
-            lens, others = cast(GraphBatches, self.deft_batches).divide(common, rows)
-            metadata = build(others, *args, **kwargs)
+            lens, starts = cast(GraphBatches, self.deft_batches).divide(common, rows)
+            metadata = of_host(query_start_loc=starts)
             step = TreeStep(group, common.block_table_tensor[:requests], lens, requests)
-            of_all = cache(partial(build, common, *args, **kwargs))
-            step.whole = of_all if rows else lambda: metadata
+            step.whole = once(of_host) if rows else lambda: metadata
         if decoded is not None:
             group.count(step if rows else None, decoded, reason)
         attach(metadata, step)
@@ -284,6 +289,18 @@ def picked_step(group: GroupAttention, content: Content, common: Any) -> TreeSte
     picked = Picked(requests, common.query_start_loc[requests].long())
     table = common.block_table_tensor[requests]
     return TreeStep(group, table, lens[requests], content.tokens, picked=picked)
+
+
+def once(make: Callable[[], Any]) -> Callable[[], Any]:
+    """What `make` returns, made at the first call; ``functools.cache`` costs each step more."""
+    made: list[Any] = []
+
+    def first() -> Any:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return first
 
 
 def leave_full_graphs(config: Any) -> None:

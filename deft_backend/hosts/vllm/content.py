@@ -70,12 +70,12 @@ def leading_rows(common: Any) -> tuple[int, Decoded | None]:
     if common.is_prefilling is not None:
         prefilling = _prefilling(common)  # it may lack the requests of padding
         decodes[: len(prefilling)] &= ~prefilling
-    kind = DECODE if starts[rows] == starts[-1] else MIXED
-    if not decodes.any():
+    decoding = int(np.count_nonzero(decodes))
+    if not decoding:
         return rows, None
+    kind = DECODE if starts[rows] == starts[-1] else MIXED
     context = _context(common)[: len(single)]
-    tokens = int(context[decodes[: len(context)]].sum())
-    return rows, Decoded(kind, int(np.count_nonzero(decodes)), tokens, 0)
+    return rows, Decoded(kind, decoding, int(context[decodes[: len(context)]].sum()), 0)
 
 
 class GraphBatches:
@@ -88,18 +88,19 @@ class GraphBatches:
         self._starts = torch.zeros(most + 1, dtype=torch.int32, device=device)
         self.sizes: set[tuple[int, int]] = set()  # requests and tokens of batches in graphs
 
-    def divide(self, common: Any, rows: int) -> tuple[torch.Tensor, Any]:
+    def divide(self, common: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What each attention gets, so that tree attention computes the first `rows` requests.
 
-        Returns their lengths for tree attention, in which all other requests have length 0. And the
-        batch for the host, in which the first `rows` requests have no query tokens.
+        Returns lengths for tree attention, in which all other requests have length 0. And the first
+        query token of each request for the host, where the first `rows` requests have none.
         """
         requests = int(common.num_reqs)
         lens, starts = self._lens[:requests], self._starts[: requests + 1]
         lens[:rows] = common.seq_lens[:rows]
-        lens[rows:] = 0
+        if rows < requests:
+            lens[rows:] = 0
         torch.clamp(common.query_start_loc[: requests + 1], min=rows, out=starts)
-        return lens, common.replace(query_start_loc=starts)
+        return lens, starts
 
 
 def sees_later_tokens(common: Any) -> bool:
