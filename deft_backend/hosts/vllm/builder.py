@@ -46,8 +46,9 @@ TRIED_HEAD_DIMS = (128,)
 USUAL_GRAPHS = [1, 2, 4, *range(8, 256, 8), *range(256, 512 + 1, 16)]
 LARGER_GRAPHS = range(544, 1280 + 1, 32)
 """Tokens of vLLM's graphs on Hopper GPUs by default, and of more graphs of whole steps. These spare
-Python the launches of larger steps with prefills, which take it longer than the GPU. In graphs of
-more than 992 requests, FlashAttention-3 splits no KV; prompts, most of its rows, need no split."""
+Python the launches of larger steps with prefills, which take it longer than the GPU."""
+SPLIT_REQUESTS = 992
+"""Most requests of a batch in which FlashAttention-3 splits KV; only rows that decode need it."""
 
 
 class TreeBuilder:
@@ -139,7 +140,9 @@ class TreeBuilder:
         if reason is None and not rows:
             reason = "decode rows behind prefills"
         # A graph's requests are the padded ones; of these, plans hold as many as the server allows.
-        reason = reason or refused(rows, group.settings, group.attention.max_batch)
+        # A row that decodes alone is the host's only where its kernel may split the row's KV.
+        few = rows if requests <= SPLIT_REQUESTS else max(rows, group.settings.min_batch)
+        reason = reason or refused(few, group.settings, group.attention.max_batch)
         rows = rows if reason is None else 0
 
         def of_host(**changes: Any) -> Any:
