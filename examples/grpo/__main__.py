@@ -92,11 +92,13 @@ def _run(
             trainer.save(Path(folder))
             rollouts.load(Path(folder))
     difference = torch.stack(apart).double()
+    divergence = difference.exp() - 1 - difference  # of each token
     timed = seconds[1:] or seconds  # a server's first batch compiles and captures
     return {
         "mean_difference": float(difference.abs().mean()),
         "largest_difference": float(difference.abs().max()),
-        "kl": float((difference.exp() - 1 - difference).mean()),
+        "kl": float(divergence.mean()),
+        "kl_error": float(divergence.std() / math.sqrt(divergence.numel())),  # a standard error
         "largest_by_step": [float(step.abs().max()) for step in apart],
         "generation_s": round(math.fsum(timed) / len(timed), 4),
         "rewards": [round(reward, 4) for reward in rewards],
