@@ -153,7 +153,7 @@ def drive(url: str, load: Load, vocabulary: int, start: float, numbers: Sequence
 
 def measure(url: str, load: Load, vocabulary: int, clients: int) -> Replayed:
     """What all client processes saw of one load on one server."""
-    warm = replace(load, name=f"{load.name} before", requests=WARM_UPS, rate=None)
+    warm = replace(load, name=f"{load.seed} before", requests=WARM_UPS, rate=None)
     drive(url, warm, vocabulary, time.time(), range(WARM_UPS))
     shares = [range(load.requests)[at::clients] for at in range(min(clients, load.requests))]
     start = time.time() + HEAD_START

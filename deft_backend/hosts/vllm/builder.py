@@ -140,7 +140,7 @@ class TreeBuilder:
         if reason is None and not rows:
             reason = "decode rows behind prefills"
         # A graph's requests are the padded ones; of these, plans hold as many as the server allows.
-        # A row that decodes alone is the host's only where its kernel may split the row's KV.
+        # Fewer rows than DEFT_MIN_BATCH are the host's only where its kernel may split their KV.
         few = rows if requests <= SPLIT_REQUESTS else max(rows, group.settings.min_batch)
         reason = reason or refused(few, group.settings, group.attention.max_batch)
         rows = rows if reason is None else 0

@@ -90,8 +90,7 @@ def test_one_graph_serves_every_batch_of_its_size(seed, graph, monkeypatch):
         queries = [1] * decoding + [draw.randint(2, 8) for _ in range(prompts)]
         if seed % 4 == 3 and decoding + prompts > 1:
             queries = queries[::-1]
-        batch = padded(lens, queries)
-        metadata = graph.build(batch)
+        metadata = graph.build(batch := padded(lens, queries))
         step, captured = step_of(metadata), step_of(graph.captured)
         starts = metadata.query_start_loc, graph.captured.query_start_loc
         for ours, theirs in ((step.seq_lens, captured.seq_lens), starts):
