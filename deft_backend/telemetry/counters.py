@@ -39,10 +39,7 @@ class Steps(NamedTuple):
     kv_bytes: int = 0
 
     def plus(self, other: Steps, sign: int = 1) -> Steps:
-        steps, rows, kv_bytes = other
-        return Steps(
-            self.steps + sign * steps, self.rows + sign * rows, self.kv_bytes + sign * kv_bytes
-        )
+        return Steps(*(a + sign * b for a, b in zip(self, other, strict=True)))
 
 
 class Content(NamedTuple):

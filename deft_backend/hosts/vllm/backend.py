@@ -78,14 +78,15 @@ class TreeImplementation:
         **kwargs: Any,
     ) -> torch.Tensor:
         """The host's ``AttentionImpl.forward``, except for tree attention; KV is written."""
-        step, host_forward = step_of(attn_metadata), cast(Any, super()).forward
+        host_forward: Callable[..., torch.Tensor] = cast(Any, super()).forward
+        step = step_of(attn_metadata)
         given = (layer, query, key, value, kv_cache, attn_metadata, output)
-        if step is None:  # directly: eager steps with prompts wait for Python
-            return cast(torch.Tensor, host_forward(*given, *args, **kwargs))
+        if step is None:
+            return host_forward(*given, *args, **kwargs)
 
         def host() -> torch.Tensor:
             metadata = attn_metadata if step.whole is None else step.whole()
-            return self._host_forward(*given[:5], metadata, output, *args, **kwargs)
+            return host_forward(*given[:5], metadata, output, *args, **kwargs)
 
         # Further arguments are scales of a fused output quantisation.
         if (args or kwargs) and any(a is not None for a in (*args, *kwargs.values())):
@@ -104,12 +105,12 @@ class TreeImplementation:
         if not self._tree_attend(step, query, kv_cache, output, host):
             return host()
         if step.whole is not None:
-            return self._host_forward(*given, *args, **kwargs)
+            return host_forward(*given, *args, **kwargs)
         if step.rest is not None:
             # A fused kernel that has written the cache leaves no keys and values.
             others = slice(step.tokens, None)
             q, k, v = (None if each is None else each[others] for each in (query, key, value))
-            self._host_forward(layer, q, k, v, kv_cache, step.rest, output[others], *args, **kwargs)
+            host_forward(layer, q, k, v, kv_cache, step.rest, output[others], *args, **kwargs)
         return output
 
     def _tree_attend(
@@ -127,9 +128,6 @@ class TreeImplementation:
         sinks = self.sinks if mine.sinks else None
         call = LayerCall(self, mine, query, output, kv_cache, sinks, host)
         return step.group.attend(step, call)
-
-    def _host_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return cast(torch.Tensor, cast(Any, super()).forward(*args, **kwargs))
 
 
 class LatentImplementation(TreeImplementation):

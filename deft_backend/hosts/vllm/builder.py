@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -141,8 +140,8 @@ class TreeBuilder:
             reason = "decode rows behind prefills"
         # A graph's requests are the padded ones; of these, plans hold as many as the server allows.
         # Fewer rows than DEFT_MIN_BATCH are the host's only where its kernel may split their KV.
-        few = rows if requests <= SPLIT_REQUESTS else max(rows, group.settings.min_batch)
-        reason = reason or refused(few, group.settings, group.attention.max_batch)
+        size = rows if requests <= SPLIT_REQUESTS else max(rows, group.settings.min_batch)
+        reason = reason or refused(size, group.settings, group.attention.max_batch)
         rows = rows if reason is None else 0
 
         def of_host(**changes: Any) -> Any:
@@ -156,7 +155,7 @@ class TreeBuilder:
             lens, starts = cast(GraphBatches, self.deft_batches).divide(common, rows)
             metadata = of_host(query_start_loc=starts)
             step = TreeStep(group, common.block_table_tensor[:requests], lens, requests)
-            step.whole = once(of_host) if rows else lambda: metadata
+            step.whole = cache(of_host) if rows else lambda: metadata
         if decoded is not None:
             group.count(step if rows else None, decoded, reason)
         attach(metadata, step)
@@ -292,18 +291,6 @@ def picked_step(group: GroupAttention, content: Content, common: Any) -> TreeSte
     picked = Picked(requests, common.query_start_loc[requests].long())
     table = common.block_table_tensor[requests]
     return TreeStep(group, table, lens[requests], content.tokens, picked=picked)
-
-
-def once(make: Callable[[], Any]) -> Callable[[], Any]:
-    """What `make` returns, made at the first call; ``functools.cache`` costs each step more."""
-    made: list[Any] = []
-
-    def first() -> Any:
-        if not made:
-            made.append(make())
-        return made[0]
-
-    return first
 
 
 def leave_full_graphs(config: Any) -> None:
