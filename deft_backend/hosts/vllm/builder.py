@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, ClassVar, cast
 
@@ -146,7 +148,8 @@ class TreeBuilder:
 
         def of_host(**changes: Any) -> Any:
             batch = common.replace(max_query_len=longest, **changes)
-            return self._host().build(0, batch, *args, **kwargs)
+            with self._splits(requests):
+                return self._host().build(0, batch, *args, **kwargs)
 
         step = None
         if requests < group.settings.min_batch:
@@ -161,6 +164,19 @@ class TreeBuilder:
         attach(metadata, step)
         group.current = step
         return metadata
+
+    @contextmanager
+    def _splits(self, requests: int) -> Iterator[None]:
+        """How often FLASH_ATTN's builder allows FlashAttention-3 to split KV. Where it would not,
+        its kernel without splits is the faster one, and needs no memory for partial results.
+        """
+        mine, allowed = cast(Any, self), cast(Any, self).max_num_splits
+        if requests > SPLIT_REQUESTS:
+            mine.max_num_splits = 1
+        try:
+            yield
+        finally:
+            mine.max_num_splits = allowed
 
     _capturing = False
 
