@@ -68,6 +68,9 @@ class PlannedAttention(ABC):
 
     max_batch: int  # most requests of a batch
     query_tokens: int  # most query tokens of a request
+    #: Whether plans of the device may leave out requests of length 0, so that `run` leaves their
+    #: rows of `out` as they are. By default it writes zeros.
+    skips_empty = False
 
     def __init__(
         self,
@@ -248,6 +251,7 @@ class PlannedAttention(ABC):
                     target=target,
                     private_tokens=blocks.private_tokens,
                     limits=limits,
+                    skips_empty=self.skips_empty,
                 )
             else:
                 self.arrays.clear()

@@ -331,7 +331,7 @@ class TreeAttention(PlannedAttention):
             # A CUDA graph may be replayed for fewer requests than it was captured for. Plans from
             # page tables cover padding requests; outputs of others must not be stale memory.
             covered = query_start is None and requests <= planned.requests
-            covered = covered and (planned.from_rows or not static_launch)
+            covered = covered and (planned.from_rows or not static_launch) and not self.skips_empty
             out = torch.empty_like(q) if covered else torch.zeros_like(q)
         by_request = self._first_rows(page_table, requests) if table_rows is None else table_rows
         step = Step(

@@ -6,7 +6,7 @@ import torch
 
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.policies import POLICY_NAMES
-from deft_backend.settings.policy_names import INVARIANT
+from deft_backend.settings.policy_names import DEFT_FLATTEN, INVARIANT
 from random_batches import random_batch
 from tests.support.attention_checks import tree_attention
 
@@ -48,15 +48,11 @@ def test_equals_the_device_planner(policy, query_tokens):
         runs = [(reference, static, held) for static in (False, True) for held in (8, 9)]
         for attention, static_launch, requests in [*runs, (device, True, 9)]:
             attention.poison_workspace()
-            out = attention.run(
-                q[: requests * query_tokens],
-                k_cache,
-                v_cache,
-                table,
-                torch.cat([lens, torch.ones(1).long()])[:requests],
-                table_rows=torch.cat([rows, rows[:1]])[:requests],
-                static_launch=static_launch,
-            )
+            of = torch.cat([lens, torch.ones(1).long()])[:requests]
+            options = {"static_launch": static_launch, "table_rows": torch.cat([rows, rows[:1]])}
+            options["table_rows"] = options["table_rows"][:requests]
+            shown = q[: requests * query_tokens]
+            out = attention.run(shown, k_cache, v_cache, table, of, **options)
             assert relative_error(out[: len(want)], want) < 2e-6
             assert not out[len(want) :].any()
             outputs.append(out[: len(want)])
@@ -64,6 +60,30 @@ def test_equals_the_device_planner(policy, query_tokens):
             assert all(torch.equal(out, outputs[0]) for out in outputs)
     assert reference.counters[0] == 3
     assert reference.counters[3] > 0
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (40, 1)])  # the small tile holds no query of 40 vectors
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_outputs_of_empty_requests_may_stay(policy, heads):
+    """Another attention computes them, in the same graph."""
+    attention = tree_attention(
+        num_query_heads=heads[0], num_kv_heads=heads[1], page_size=2, max_batch=32, policy=policy
+    )
+    stay = 0.0 if policy in (DEFT_FLATTEN, INVARIANT) else 7.0
+    for seed in range(3):
+        table, lens, pages = random_batch(seed, 2, 20, longest=60)
+        lens[torch.from_numpy(np.random.default_rng(seed).permutation(20)[: 7 * seed])] = 0
+        q, caches = torch.randn(20, heads[0], 64), torch.randn(2, pages, 2, heads[1], 64)
+        for attention.skips_empty, of_empty in ((True, stay), (False, 0.0)):
+            attention.poison_workspace()
+            attention.plan_batch(table, lens, on_device=True)
+            out = torch.full_like(q, 7.0)
+            attention.run(q, *caches, table, lens, out=out, static_launch=True)
+            want = reference_attention(q, *caches, table, lens)
+            want[lens == 0] = of_empty
+            assert relative_error(out, want) < 2e-6
+            made = attention.run(q, *caches, table, lens, static_launch=True)
+            assert not made[lens == 0].any()
 
 
 def test_a_batch_of_no_requests():

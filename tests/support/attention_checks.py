@@ -135,18 +135,9 @@ def check(
     wide = q.new_full((len(q), query_heads + 2, head_dim + 8), float("nan"))
     out = torch.full_like(q, float("nan")) if own_rows else wide[:, :query_heads, :head_dim]
     on_gpu = {name: torch.tensor([scale], device=device) for name, scale in scales.items()}
-    attention.run(
-        q,
-        k_cache,
-        v_cache,
-        held,
-        lens,
-        table_rows=rows,
-        out=out,
-        static_launch=static_launch,
-        **given,
-        **(on_gpu if scales_on_device else scales),
-    )
+    options = {"table_rows": rows, "out": out, "static_launch": static_launch, **given}
+    options |= on_gpu if scales_on_device else scales
+    attention.run(q, k_cache, v_cache, held, lens, **options)
     expected = reference_attention(q, k_cache, v_cache, table, lens, **given, **scales)
     assert out.isfinite().all()
     assert own_rows or wide.isfinite().sum() == out.numel()

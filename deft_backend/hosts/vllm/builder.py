@@ -336,6 +336,7 @@ def shared_graphs(layers: LayerGroup, group: GroupAttention) -> GraphBatches | N
     if not server.shares_graphs:
         return None
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    group.attention.skips_empty = True  # the host computes these rows, or they are padding
     largest = largest_graph(config)
     logger.info("deft: CUDA graphs of all steps up to %d tokens, with prefills too (FULL)", largest)
     make = partial(GraphBatches, most, layers.device)

@@ -95,7 +95,9 @@ def _cut(range_, lengths, small_tile, large_tile, BATCH, CHUNKS):
         num_chunks = parts_of(sizes, tokens, chunk, lengths.block, CHUNKS)
     num_chunks = tl.where(range_.queries > 0, num_chunks, 0)
     length = (tokens + num_chunks - 1) // tl.maximum(num_chunks, 1)
-    return Cut(is_large, tiles, num_chunks, tl.where(is_large, length, length - 2147483647))
+    rank = tl.where(is_large, length, length - 2147483646)
+    rank -= (range_.end == 0).to(tl.int32)  # requests of length 0 come last, behind empty leaves
+    return Cut(is_large, tiles, num_chunks, rank)
 
 
 @jit

@@ -148,6 +148,7 @@ class DevicePlanner:
         target: Target | None = None,
         private_tokens: int = 0,
         limits: Limits | None = None,
+        skips_empty: bool = False,
     ) -> None:
         """Launch the planning of a batch, on the current stream.
 
@@ -156,6 +157,7 @@ class DevicePlanner:
         - `target`: what the plan is for; default: the planner's target.
         - `private_tokens`: last tokens of each request that belong to no shared node.
         - `limits`: most items and entries; default: as many as the plan's arrays hold.
+        - `skips_empty`: whether requests of length 0 may have no items.
         """
         _, numbers, rule = self._known_of(target or self._target)
         blocks, vectors = numbers.target.query_blocks, numbers.target.query_vectors
@@ -169,7 +171,7 @@ class DevicePlanner:
         pointers = addresses_of(tuple(tables))
         self._aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
         shape = (batch, columns, page_table.stride(0), private_tokens)
-        key = (self._kind, id(numbers), pointers, shape, limits)
+        key = (self._kind, id(numbers), pointers, shape, limits, skips_empty)
         known = self._repeated.get(key) if self._may_repeat() else None
         if known is not None and self._kind in self._proven:
             self._repeat(known)
@@ -202,7 +204,7 @@ class DevicePlanner:
         arguments = (scratch.first, scratch.nodes, scratch.ranks, batch, small, large)
         self._launch(FIND_NODES, work.warps.find_nodes, programs, arguments, BLOCK=work.nodes)
         room = self._plan.capacity.room(self._policy, batch, numbers.target)
-        self._plan_ranges(numbers, tables, work, limits or room.limits)
+        self._plan_ranges(numbers, tables, work, limits or room.limits, int(skips_empty))
         self._repeated[key], self._kept = self._kept, None
         if trial is not None:
             self._judge(trial)
@@ -254,7 +256,12 @@ class DevicePlanner:
         )
 
     def _plan_ranges(
-        self, numbers: Numbers, tables: Tables, work: ProgramWork, limits: Limits
+        self,
+        numbers: Numbers,
+        tables: Tables,
+        work: ProgramWork,
+        limits: Limits,
+        skips_empty: int,
     ) -> None:
         """Launch the kernels that do not read the page table."""
         target, scratch, warps = numbers.target, self._scratch, work.warps
@@ -299,7 +306,7 @@ class DevicePlanner:
         arguments = (tables.table_rows, self._plan["segment_table"], scratch.order, scratch.chosen)
         arguments = (*arguments, scratch.ranges, scratch.places, scratch.results)
         arguments = (*arguments, self._plan.stage1, self._plan.stage2, scratch.counters, *size)
-        arguments = (*arguments, self._rules.chunk_tokens or block)
+        arguments = (*arguments, self._rules.chunk_tokens or block, skips_empty)
         constants = {"LEAVES": work.leaves, "WIDTH": work.width}
         self._launch(WRITE_PLAN, warps.write_plan, programs, arguments, **constants)
 

@@ -104,6 +104,7 @@ def test_one_graph_serves_every_batch_of_its_size(seed, graph, monkeypatch):
         assert metadata.query_start_loc.diff().tolist() == of_host
         assert (metadata.splits, graph.builder.max_num_splits) == (1 if takes_one else 32, 32)
         graph.check(batch, metadata)
+    assert graph.builder.deft_group.attention.skips_empty
     # Its launches are in graphs, and are no trial of repeated ones: a capture's lengths are 0.
     assert not any(hasattr(impl, "deft_held") for impl in graph.layers.impls)
 

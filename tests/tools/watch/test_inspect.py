@@ -103,18 +103,8 @@ def test_names_that_lead_here_from_elsewhere_are_refused(served):
     port = served.page.server_address[1]
     for host in (f"127.0.0.1:{port}", "localhost", "LOCALHOST:9", "[::1]:80"):
         assert served.get("/state.json", Host=host).status == 200, host
-    for host in (
-        "evil.example",
-        f"evil.example:{port}",
-        "127.0.0.1.evil.example",
-        "192.0.2.1",
-        "127.1.2.3",
-        "localhost.",
-        "",
-        "a b",
-        "[::1",
-        "localhost:x",
-    ):
+    names = ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost:x")
+    for host in (*names, "192.0.2.1", "127.1.2.3", "localhost.", "", "a b", "[::1"):
         answer = served.get("/state.json", Host=host)
         assert answer.status == 403, host
         assert b"batch" not in answer.read()
