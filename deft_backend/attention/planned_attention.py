@@ -68,8 +68,8 @@ class PlannedAttention(ABC):
 
     max_batch: int  # most requests of a batch
     query_tokens: int  # most query tokens of a request
-    #: Whether plans of the device may leave out requests of length 0, so that `run` leaves their
-    #: rows of `out` as they are. By default it writes zeros.
+    #: Whether plans of the device may leave out requests of length 0: by most policies, `run` then
+    #: leaves their rows of `out` as they are. By default it writes zeros.
     skips_empty = False
 
     def __init__(

@@ -329,7 +329,7 @@ class TreeAttention(PlannedAttention):
         rows = len(q) if query_start is not None else requests * query_tokens
         if out is None:
             # A CUDA graph may be replayed for fewer requests than it was captured for. Plans from
-            # page tables cover padding requests; outputs of others must not be stale memory.
+            # page tables cover padding requests if they skip none; other outputs must not be stale.
             covered = query_start is None and requests <= planned.requests
             covered = covered and (planned.from_rows or not static_launch) and not self.skips_empty
             out = torch.empty_like(q) if covered else torch.zeros_like(q)

@@ -48,11 +48,11 @@ def test_equals_the_device_planner(policy, query_tokens):
         runs = [(reference, static, held) for static in (False, True) for held in (8, 9)]
         for attention, static_launch, requests in [*runs, (device, True, 9)]:
             attention.poison_workspace()
-            of = torch.cat([lens, torch.ones(1).long()])[:requests]
-            options = {"static_launch": static_launch, "table_rows": torch.cat([rows, rows[:1]])}
-            options["table_rows"] = options["table_rows"][:requests]
-            shown = q[: requests * query_tokens]
-            out = attention.run(shown, k_cache, v_cache, table, of, **options)
+            given_lens = torch.cat([lens, torch.ones(1).long()])[:requests]
+            given = {"table_rows": torch.cat([rows, rows[:1]])[:requests]}
+            given |= {"static_launch": static_launch}
+            given_q = q[: requests * query_tokens]
+            out = attention.run(given_q, k_cache, v_cache, table, given_lens, **given)
             assert relative_error(out[: len(want)], want) < 2e-6
             assert not out[len(want) :].any()
             outputs.append(out[: len(want)])
@@ -72,7 +72,7 @@ def test_outputs_of_empty_requests_may_stay(policy, heads):
     stay = 0.0 if policy in (DEFT_FLATTEN, INVARIANT) else 7.0
     for seed in range(3):
         table, lens, pages = random_batch(seed, 2, 20, longest=60)
-        lens[torch.from_numpy(np.random.default_rng(seed).permutation(20)[: 7 * seed])] = 0
+        lens[torch.from_numpy(np.random.default_rng(seed).permutation(20)[: 10 * seed])] = 0
         q, caches = torch.randn(20, heads[0], 64), torch.randn(2, pages, 2, heads[1], 64)
         for attention.skips_empty, of_empty in ((True, stay), (False, 0.0)):
             attention.poison_workspace()

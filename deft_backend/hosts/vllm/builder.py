@@ -167,8 +167,8 @@ class TreeBuilder:
 
     @contextmanager
     def _splits(self, requests: int) -> Iterator[None]:
-        """How often FLASH_ATTN's builder allows FlashAttention-3 to split KV. Where it would not,
-        its kernel without splits is the faster one, and needs no memory for partial results.
+        """Above SPLIT_REQUESTS, FlashAttention-3 splits no KV. So FLASH_ATTN's builder asks for the
+        kernel that needs no memory for partial results.
         """
         mine, allowed = cast(Any, self), cast(Any, self).max_num_splits
         if requests > SPLIT_REQUESTS:

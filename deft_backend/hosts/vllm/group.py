@@ -244,7 +244,7 @@ class TreeGroup(GroupAttention):
             "v_scale": v_scale,
             "sinks": call.sinks,
         }
-        # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
+        # Padding requests have length 0 or no rows. Their rows get zeros, or stay as they are.
         read, starts = (k_cache, v_cache, step.page_table, step.seq_lens), step.query_start
         full = partial(self.attention.run, query, *read, query_start=starts, out=rows, **of_layer)
         # `repeat` gets queries as they are; graphs hold full runs.

@@ -47,7 +47,7 @@ class Cut(NamedTuple):
     is_large: Any
     tiles: Any
     num_chunks: Any
-    rank: Any  # tokens of the longest chunk; at most 0, and in the same order, if the tile is small
+    rank: Any  # in the order of tokens of the longest chunk; below -1 if the tile is small
 
 
 @jit

@@ -157,7 +157,7 @@ class DevicePlanner:
         - `target`: what the plan is for; default: the planner's target.
         - `private_tokens`: last tokens of each request that belong to no shared node.
         - `limits`: most items and entries; default: as many as the plan's arrays hold.
-        - `skips_empty`: whether requests of length 0 may have no items.
+        - `skips_empty`: whether requests of length 0 may have no items; some policies give one.
         """
         _, numbers, rule = self._known_of(target or self._target)
         blocks, vectors = numbers.target.query_blocks, numbers.target.query_vectors
@@ -293,7 +293,7 @@ class DevicePlanner:
             columns = min(columns, 256)  # the places of chunks take registers
         else:
             times = ((*per_item, numbers.partial_ns), numbers.reduce_ns, float(target.transfer_ns))
-            lengths = (block, self._rules.chunk_tokens, numbers.estimate)
+            lengths = (block, self._rules.chunk_tokens, skips_empty, numbers.estimate)
             arguments = (scratch.ranges, scratch.candidates, *numbers.tiles, *most, *at_once)
             arguments = (*arguments, numbers.sms, *times, *lengths)
             self._launch(PRICE_CHUNKS, warps.price_chunks, (work.candidates, 2), arguments)

@@ -244,8 +244,8 @@ def _count_items(plan, BATCH):
 
 @jit
 def _without_empty(counts, plan, BATCH):
-    """Counts; with `skips_empty`, without the items of requests of length 0. Of their tile shape,
-    these are the last ones.
+    """The counts, less the items of requests of length 0 if `skips_empty`. They come last in their
+    tile shape.
     """
     place = tl.arange(0, BATCH)
     asked = (place < plan.batch) & (plan.skips_empty > 0)
