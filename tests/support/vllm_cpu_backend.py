@@ -115,13 +115,10 @@ class PlainCpuMetadata:
     query_start_loc: torch.Tensor  # [B + 1] int32: first query token of each request
     seq_lens: torch.Tensor  # [B] int32: tokens of each request, including those of this step
     block_table: torch.Tensor  # [B, P] int32
-    splits: int | None = None
 
 
 class PlainCpuBuilder(AttentionMetadataBuilder):
     """Passes the batch on as metadata."""
-
-    max_num_splits = None  # FLASH_ATTN's, where a test sets it
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)  # abstract in the base class
@@ -129,8 +126,7 @@ class PlainCpuBuilder(AttentionMetadataBuilder):
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         common = common_attn_metadata
         assert common.causal is True
-        batch = common.query_start_loc, common.seq_lens, common.block_table_tensor
-        return PlainCpuMetadata(*batch, self.max_num_splits)
+        return PlainCpuMetadata(common.query_start_loc, common.seq_lens, common.block_table_tensor)
 
 
 class PlainCpuImplementation(AttentionImpl):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, ClassVar, cast
 
@@ -148,8 +146,7 @@ class TreeBuilder:
 
         def of_host(**changes: Any) -> Any:
             batch = common.replace(max_query_len=longest, **changes)
-            with self._splits(requests):
-                return self._host().build(0, batch, *args, **kwargs)
+            return self._host().build(0, batch, *args, **kwargs)
 
         step = None
         if requests < group.settings.min_batch:
@@ -164,19 +161,6 @@ class TreeBuilder:
         attach(metadata, step)
         group.current = step
         return metadata
-
-    @contextmanager
-    def _splits(self, requests: int) -> Iterator[None]:
-        """Above SPLIT_REQUESTS, FlashAttention-3 splits no KV. So FLASH_ATTN's builder asks for the
-        kernel that needs no memory for partial results.
-        """
-        mine, allowed = cast(Any, self), cast(Any, self).max_num_splits
-        if requests > SPLIT_REQUESTS:
-            mine.max_num_splits = 1
-        try:
-            yield
-        finally:
-            mine.max_num_splits = allowed
 
     _capturing = False
 

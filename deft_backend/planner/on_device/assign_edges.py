@@ -56,7 +56,16 @@ def _lengths(order_ptr, seq_lens_ptr, place, there, BLOCKS):
     return tl.load(seq_lens_ptr + request // BLOCKS, mask=there, other=0).to(tl.int32)
 
 
-@jit(do_not_specialize=["batch", "small_tile", "large_tile", "max_items", "max_entries"])
+@jit(
+    do_not_specialize=[
+        "batch",
+        "small_tile",
+        "large_tile",
+        "max_items",
+        "max_entries",
+        "skips_empty",
+    ]
+)
 def assign_edges(
     order_ptr,
     seq_lens_ptr,
@@ -70,6 +79,7 @@ def assign_edges(
     large_tile,
     max_items,
     max_entries,
+    skips_empty,
     BATCH: tl.constexpr,
     BLOCKS: tl.constexpr,
     COSTS: tl.constexpr,
@@ -78,7 +88,7 @@ def assign_edges(
     """Write all ranges, and `Chosen`, and replace `order`; one program, with `Search` in memory.
 
     If the ranges would need more than `max_items` items or `max_entries` entries, every request
-    reads its whole context by itself.
+    reads its whole context by itself. If `skips_empty` is 1, requests of length 0 have no range.
     """
     overlap(OVERLAPPED)
     search = Search(
@@ -183,6 +193,6 @@ def assign_edges(
     length = _lengths(order_ptr, seq_lens_ptr, place, inside, BLOCKS)
     leaf_place = tl.where(fits, tl.load(search.leaf_place + place), place)
     leaf_begin = tl.where(fits, tl.load(search.leaf_begin + place), 0)
-    write_leaves(ranges, inside, leaf_place, leaf_begin, length, BATCH)
+    write_leaves(ranges, inside, leaf_place, leaf_begin, length, skips_empty, BATCH)
     tl.debug_barrier()
     tl.store(order_ptr + leaf_place, request, mask=inside)

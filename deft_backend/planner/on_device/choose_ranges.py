@@ -34,15 +34,24 @@ def write_nodes(ranges, chosen_nodes, chosen, first, queries, begin, end, BATCH)
 
 
 @jit
-def write_leaves(ranges, inside, place, begin, end, BATCH):
+def write_leaves(ranges, inside, place, begin, end, skips_empty, BATCH):
     """Write the leaves' half of `Ranges`: leaves stand at `place`, behind the nodes."""
-    there = tl.arange(0, BATCH)
-    tl.store(ranges.queries + BATCH + there, inside.to(tl.int32))
+    reads = inside & ((end > 0) | (skips_empty == 0))
+    tl.store(ranges.queries + BATCH + place, reads.to(tl.int32))
     tl.store(ranges.begin + BATCH + place, begin)
     tl.store(ranges.end + BATCH + place, end)
 
 
-@jit(do_not_specialize=["batch", "small_tile", "large_tile", "max_items", "max_entries"])
+@jit(
+    do_not_specialize=[
+        "batch",
+        "small_tile",
+        "large_tile",
+        "max_items",
+        "max_entries",
+        "skips_empty",
+    ]
+)
 def choose_ranges(
     order_ptr,
     seq_lens_ptr,
@@ -55,6 +64,7 @@ def choose_ranges(
     large_tile,
     max_items,
     max_entries,
+    skips_empty,
     costs: Costs,
     BATCH: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -64,7 +74,8 @@ def choose_ranges(
     """Write all ranges, and `Chosen`, by the edge rule ``none``, ``all`` or ``measured``.
 
     `costs` are times of the whole GPU. If the ranges would need more than `max_items` items or
-    `max_entries` entries, every request reads its whole context by itself.
+    `max_entries` entries, every request reads its whole context by itself. If `skips_empty` is 1,
+    requests of length 0 have no range.
     """
     overlap(OVERLAPPED)
     place = tl.arange(0, BATCH)
@@ -142,4 +153,4 @@ def choose_ranges(
     request = tl.load(order_ptr + place, mask=inside, other=0)
     length = tl.load(seq_lens_ptr + request // BLOCKS, mask=inside, other=0).to(tl.int32)
     leaf_begin = tl.gather(state, leaf_parent, 0) >> 1
-    write_leaves(ranges, inside, place, leaf_begin, length, BATCH)
+    write_leaves(ranges, inside, place, leaf_begin, length, skips_empty, BATCH)

@@ -47,7 +47,7 @@ class Cut(NamedTuple):
     is_large: Any
     tiles: Any
     num_chunks: Any
-    rank: Any  # in the order of tokens of the longest chunk; below -1 if the tile is small
+    rank: Any  # tokens of the longest chunk; at most 0, and in the same order, if the tile is small
 
 
 @jit
@@ -64,9 +64,10 @@ def _cheapest(candidates, shape, CANDIDATES):
 @jit
 def _read_leaves(place, batch, ranges, BATCH):
     there = place < batch
+    queries = tl.load(ranges.queries + BATCH + place, mask=there, other=0)
     begin = tl.load(ranges.begin + BATCH + place, mask=there, other=0)
     end = tl.load(ranges.end + BATCH + place, mask=there, other=0)
-    return Range(there.to(tl.int32), begin, end, place, BATCH + place, end)
+    return Range(queries, begin, end, place, BATCH + place, end)
 
 
 @jit
@@ -95,9 +96,7 @@ def _cut(range_, lengths, small_tile, large_tile, BATCH, CHUNKS):
         num_chunks = parts_of(sizes, tokens, chunk, lengths.block, CHUNKS)
     num_chunks = tl.where(range_.queries > 0, num_chunks, 0)
     length = (tokens + num_chunks - 1) // tl.maximum(num_chunks, 1)
-    rank = tl.where(is_large, length, length - 2147483646)
-    rank -= (range_.end == 0).to(tl.int32)  # requests of length 0 come last, behind empty leaves
-    return Cut(is_large, tiles, num_chunks, rank)
+    return Cut(is_large, tiles, num_chunks, tl.where(is_large, length, length - 2147483647))
 
 
 @jit
@@ -153,9 +152,9 @@ def measure_ranges(
     lane = tl.arange(0, BLOCK)
     leaves = _read_leaves(program * BLOCK + lane, batch, ranges, BATCH)
     nodes = _read_nodes(node + lane, count, chosen, ranges, BATCH)
-    is_leaf = leaves.queries > 0
+    is_leaf = leaves.first < batch
     mine = Range(
-        tl.where(is_leaf, 1, nodes.queries),
+        tl.where(is_leaf, leaves.queries, nodes.queries),
         tl.where(is_leaf, leaves.begin, nodes.begin),
         tl.where(is_leaf, leaves.end, nodes.end),
         tl.where(is_leaf, leaves.first, nodes.first),
@@ -190,7 +189,7 @@ def measure_ranges(
         small_part += sum_of_rows(tl.where(above, num_small_chunks[None, :], 0))
     place = tl.load(chosen.place + nodes.number, mask=nodes.queries > 0, other=0)
     at = tl.where(is_leaf, leaves.number, place)
-    there = mine.queries > 0
+    there = is_leaf | (mine.queries > 0)
     tl.store(places.num_chunks + at, cut.num_chunks, mask=there)
     tl.store(places.item + at, item, mask=there)
     tl.store(places.entry + at, entry, mask=there)

@@ -204,7 +204,8 @@ class DevicePlanner:
         arguments = (scratch.first, scratch.nodes, scratch.ranks, batch, small, large)
         self._launch(FIND_NODES, work.warps.find_nodes, programs, arguments, BLOCK=work.nodes)
         room = self._plan.capacity.room(self._policy, batch, numbers.target)
-        self._plan_ranges(numbers, tables, work, limits or room.limits, int(skips_empty))
+        skips = skips_empty and self._rules.edges != FLATTENED and self._rules.chunks != ABSOLUTE
+        self._plan_ranges(numbers, tables, work, limits or room.limits, int(skips))
         self._repeated[key], self._kept = self._kept, None
         if trial is not None:
             self._judge(trial)
@@ -256,12 +257,7 @@ class DevicePlanner:
         )
 
     def _plan_ranges(
-        self,
-        numbers: Numbers,
-        tables: Tables,
-        work: ProgramWork,
-        limits: Limits,
-        skips_empty: int,
+        self, numbers: Numbers, tables: Tables, work: ProgramWork, limits: Limits, skips: int
     ) -> None:
         """Launch the kernels that do not read the page table."""
         target, scratch, warps = numbers.target, self._scratch, work.warps
@@ -277,12 +273,12 @@ class DevicePlanner:
         forest = (scratch.order, tables.seq_lens, *of_nodes)
         arguments: tuple[Any, ...]
         if self._rules.edges == "greedy":
-            arguments = (*forest, scratch.search, *size, *most)
+            arguments = (*forest, scratch.search, *size, *most, skips)
             self._launch(ASSIGN_EDGES, min(16, warps.choose_ranges), 1, arguments)
         else:
             flattened = self._rules.edges == FLATTENED
             edges, bounds = ("all", _NO_BOUNDS) if flattened else (self._rules.edges, most)
-            arguments = (*forest, *size, *bounds, (*per_gpu, numbers.partial_ns))
+            arguments = (*forest, *size, *bounds, skips, (*per_gpu, numbers.partial_ns))
             self._launch(CHOOSE_RANGES, warps.choose_ranges, 1, arguments, EDGES=edges)
             if flattened:
                 self._write_flattened(tables, batch, work, limits)
@@ -293,7 +289,7 @@ class DevicePlanner:
             columns = min(columns, 256)  # the places of chunks take registers
         else:
             times = ((*per_item, numbers.partial_ns), numbers.reduce_ns, float(target.transfer_ns))
-            lengths = (block, self._rules.chunk_tokens, skips_empty, numbers.estimate)
+            lengths = (block, self._rules.chunk_tokens, numbers.estimate)
             arguments = (scratch.ranges, scratch.candidates, *numbers.tiles, *most, *at_once)
             arguments = (*arguments, numbers.sms, *times, *lengths)
             self._launch(PRICE_CHUNKS, warps.price_chunks, (work.candidates, 2), arguments)
@@ -306,7 +302,7 @@ class DevicePlanner:
         arguments = (tables.table_rows, self._plan["segment_table"], scratch.order, scratch.chosen)
         arguments = (*arguments, scratch.ranges, scratch.places, scratch.results)
         arguments = (*arguments, self._plan.stage1, self._plan.stage2, scratch.counters, *size)
-        arguments = (*arguments, self._rules.chunk_tokens or block, skips_empty)
+        arguments = (*arguments, self._rules.chunk_tokens or block)
         constants = {"LEAVES": work.leaves, "WIDTH": work.width}
         self._launch(WRITE_PLAN, warps.write_plan, programs, arguments, **constants)
 

@@ -128,7 +128,6 @@ def _fills(tokens, tiles, parts, chunk, programs):
         "large_programs",
         "block",
         "chunk_tokens",
-        "skips_empty",
     ]
 )
 def price_chunks(
@@ -146,7 +145,6 @@ def price_chunks(
     transfer_ns,
     block,
     chunk_tokens,
-    skips_empty,
     estimate: Estimate,
     BATCH: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -158,8 +156,7 @@ def price_chunks(
 
     `costs` are times of a program while all programs of its tile shape are busy. Each tile shape
     may take half of the items and entries that are left. A candidate that needs more costs
-    infinity; the first candidate, one chunk, always fits. With `skips_empty`, requests of length 0
-    cost nothing.
+    infinity; the first candidate, one chunk, always fits.
     """
     overlap(OVERLAPPED)
     candidate = tl.program_id(0)
@@ -169,15 +166,12 @@ def price_chunks(
     all_large, all_tiles = tiles_of(all_queries, small_tile, large_tile)
     spare_entries = max_entries - total(all_queries)
     spare_items = max_items - total(all_tiles)
-    end = tl.load(ranges.end + which)
-    all_queries = tl.where((skips_empty > 0) & (end == 0), 0, all_queries)
-    all_tiles = tl.where(all_queries > 0, all_tiles, 0)
 
     mine = (all_queries > 0) & (all_large == (shape == 1))
     queries = tl.where(mine, all_queries, 0)
     tiles = tl.where(mine, all_tiles, 0)
     begin = tl.load(ranges.begin + which)
-    all_tokens = tl.where(all_queries > 0, end - begin, 0)
+    all_tokens = tl.where(all_queries > 0, tl.load(ranges.end + which) - begin, 0)
     tokens = tl.where(mine, all_tokens, 0)
     longest = tl.reduce(tokens, 0, tl.standard._elementwise_max)
     sizes = sizes_of(tokens, shape == 1, estimate, CHUNKS)

@@ -51,7 +51,6 @@ class Written(NamedTuple):
     held: Any  # most queries of a range that takes the small tile
     large_tile: Any
     block: Any
-    skips_empty: Any
 
 
 class Range(NamedTuple):
@@ -243,20 +242,6 @@ def _count_items(plan, BATCH):
 
 
 @jit
-def _without_empty(counts, plan, BATCH):
-    """The counts, less the items of requests of length 0 if `skips_empty`. They come last in their
-    tile shape.
-    """
-    place = tl.arange(0, BATCH)
-    asked = (place < plan.batch) & (plan.skips_empty > 0)
-    end = tl.load(plan.ranges.end + BATCH + place, mask=asked, other=1)
-    empty = total(tl.load(plan.places.num_chunks + BATCH + place, mask=end == 0, other=0))
-    large = tl.where(plan.small_tile < 1, counts.large - empty, counts.large)
-    every = counts.items - empty
-    return Counts(every, counts.entries - empty, large, every, every)
-
-
-@jit
 def write_counts(items, counts):
     """Write how many items each tile shape has, and the ends of the last item; programs of stage 1
     count from 0 on."""
@@ -299,8 +284,6 @@ def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED
         large = tl.where(small_tile < 1, counts.large + batch, counts.large)
         every = counts.items + batch
         counts = Counts(every, counts.entries + batch, large, every, every)
-    else:
-        counts = _without_empty(counts, plan, BATCH)
     write_counts(plan.items, counts)
 
     # What the step reads, and what it would read query by query, in tokens.
@@ -313,7 +296,7 @@ def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED
     count_plan(counters, ranges, total(loaded), batch, BATCH, BLOCKS, TIMED)
 
 
-@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block", "skips_empty"])
+@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
 def write_plan(
     table_rows_ptr,
     segment_table_ptr,
@@ -329,7 +312,6 @@ def write_plan(
     small_tile,
     large_tile,
     block,
-    skips_empty,
     BATCH: tl.constexpr,
     BLOCKS: tl.constexpr,
     LEAVES: tl.constexpr,
@@ -343,8 +325,7 @@ def write_plan(
     The first program writes how much there is. The next ``ceil(batch / LEAVES)`` programs write
     leaves, the others nodes in turn. `segment_table` gets the page-table row of each segment.
     Chunks are whole KV blocks of `block` tokens. By the rule ``absolute``, the first chunks have
-    `block` tokens, and only a request's last chunk takes the small tile. By the other rules,
-    requests of length 0 have no items if `skips_empty` is 1.
+    `block` tokens, and only a request's last chunk takes the small tile.
     """
     if OVERLAPPED:
         gdc_wait()
@@ -362,7 +343,6 @@ def write_plan(
         0 if CHUNKS == "absolute" else small_tile,
         large_tile,
         block,
-        skips_empty,
     )
     leaf_programs = (batch + LEAVES - 1) // LEAVES
     program = tl.program_id(0) - 1
