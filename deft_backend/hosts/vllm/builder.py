@@ -43,7 +43,7 @@ TRIED_HEAD_DIMS = (128,)
 """Head dimensions whose graphs of whole steps were tried on a GPU."""
 
 USUAL_GRAPHS = [1, 2, 4, *range(8, 256, 8), *range(256, 512 + 1, 16)]
-LARGER_GRAPHS = range(544, 1280 + 1, 32)
+LARGER_GRAPHS = range(528, 1280 + 1, 16)
 """Tokens of vLLM's graphs on Hopper GPUs by default, and of more graphs of whole steps. These spare
 Python the launches of larger steps with prefills, which take it longer than the GPU."""
 SPLIT_REQUESTS = 992
