@@ -21,7 +21,7 @@ from deft_backend.planner import (
     plan_forest,
 )
 from deft_backend.planner.on_device import DevicePlanner, new_counters
-from deft_backend.policies import Invariant, Policy, Target, check_served
+from deft_backend.policies import Policy, Target, check_served
 from deft_backend.policies.target import Limits
 from deft_backend.shapes import ONE_TOKEN, QueryBlocks
 
@@ -289,7 +289,7 @@ class PlannedAttention(ABC):
                 f"{self.capacity.max_batch}: raise max_batch"
             )
         masked = int(plan.tile_ptr[-1] - plan.tile_ptr[-2])
-        if masked and not (self.policy.several_segments or isinstance(self.policy, Invariant)):
+        if masked and not self.policy.several_segments:
             raise PlanError(
                 f"the plan has {masked} items of several KV "
                 f"ranges, which policy {self.policy.name} never makes; create TreeAttention with "

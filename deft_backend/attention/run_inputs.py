@@ -104,7 +104,6 @@ def target_of(
         tile_blocks=(
             TILE_BLOCKS if config.interpreted else tuple(t.block_tokens for t in config.tiles)
         ),
-        equal_tile=config.tiles[-1].equal_sums,
         query_tokens=blocks.tokens,
         query_blocks=blocks.blocks,
         cost_model=cost_model_on(shape),

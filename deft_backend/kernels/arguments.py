@@ -118,7 +118,6 @@ class Tile(NamedTuple):
     block_segments: int  # most segments of an item
     lookahead: int  # blocks that the kernels in Gluon copy ahead
     max_merged: int  # most partial results that an item of the small tile merges
-    equal_sums: bool  # whether the small tile in Gluon adds in the order of the large tile
     spread: bool
     """Whether programs of the large tile in Gluon number themselves, so that few items lie on
     different SMs."""

@@ -248,7 +248,7 @@ def _tiles_to_launch(
     """
     group_rows = queries * query_vectors
     found = []
-    for shape in (1, 2, 0) if config.tiles[-1].equal_sums else (2, 1, 0):
+    for shape in range(len(config.tiles) - 1, -1, -1):
         programs = config.tiles[shape].programs
         if known_plan is not None:
             begin, end = known_plan.items_of(shape)
@@ -265,8 +265,6 @@ def _tiles_to_launch(
                 continue
             programs = config.tiles[0].programs_for(queries, num_kv_heads)
         elif group_rows <= config.tiles[0].height and not config.fixed_tiles:
-            continue
-        elif query_vectors > config.tiles[shape].height:
             continue
         elif group_rows <= config.tiles[shape].height:
             programs = config.tiles[shape].programs_for_one_tile or programs

@@ -42,9 +42,6 @@ programs of a launch evenly, but not the first ones of them. On an H100, up to s
 of 1,320 programs share an SM, and other SMs have three. With fewer programs, the first ones are
 more even (docs/kernel-log.md)."""
 
-EQUAL_SUMS_PROGRAMS = 2
-"""Programs on an SM of small tiles that add in the order of large ones."""
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types. The kernels run float32 on the CPU only, for small models."""
 
@@ -77,9 +74,6 @@ class TileConfig:
     spread: bool = False  # whether few items are spread over SMs (`hopper/large_tile_memory.py`)
     fewer_programs: tuple[tuple[int, int], ...] = ()
     """Programs of a small batch: the most queries times KV heads, and the programs, ascending."""
-    equal_sums: bool = False
-    """Whether a small tile in Gluon adds in the order of the large tile: a query vector then has the
-    same bits in both."""
     waves: int = 1
     """How often a launch has the programs that the planner counts on. With two waves, the GPU deals
     the second one to the SMs that end first (docs/kernel-log.md)."""
@@ -129,24 +123,14 @@ class KernelConfiguration:
         return hash((self.sms, self.overlapped, self.tiles[0].height, self.tiles[0].programs))
 
     def one_way(self) -> KernelConfiguration:
-        """The configuration in which no bit of a query's output depends on the queries around it.
+        """The configuration for plans whose tiles do not depend on the batch.
 
         Small batches may have items of the large tile, too, and stage 2 merges as `few` says in
-        every batch. Such plans need no masked tile. In its place comes, for a cache of 16 bits on
-        Hopper, a small tile that adds in the order of the large one.
+        every batch. So the bits of a query's output do not depend on the queries around it.
         """
-        small, large, third = self.tiles
-        large = replace(large, programs_for_one_tile=None)
-        if (small.block_tokens, small.lookahead) == (16, 1):
-            third = replace(
-                small,
-                block_tokens=large.block_tokens,
-                programs=EQUAL_SUMS_PROGRAMS * self.sms,
-                max_registers=None,
-                fewer_programs=(),
-                equal_sums=True,
-            )
-        return replace(self, tiles=(small, large, third), reduce=self.few, fixed_tiles=True)
+        small, large, *others = self.tiles
+        tiles = (small, replace(large, programs_for_one_tile=None), *others)
+        return replace(self, tiles=tiles, reduce=self.few, fixed_tiles=True)
 
     def few_queries(self, num_heads: int) -> int:
         """Most queries of `num_heads` heads whose results stage 2 merges as `few` says."""

@@ -129,17 +129,15 @@ def launches_of(config: KernelConfiguration, kind: Kind) -> Launches:
 
 
 def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) -> Launch:
+    tile = config.tiles[shape]
     # The kernels in Gluon read 16 bytes at a time.
     cache = kind.cache
     unit = 16 if cache.exponent_bits else 8
     wide = kind.wide_rows and (cache.page | cache.token | cache.head) % unit == 0
-    tile = config.tiles[shape]
-    if tile.equal_sums and not wide:
-        tile = config.tiles[1]  # the plain kernel of large tiles computes both
     plain, pipelined = (
         (SMALL_TILE, HOPPER_SMALL_TILE),
         (PARTIAL_ATTENTION, HOPPER_LARGE_TILE),
-        (PARTIAL_ATTENTION, HOPPER_SMALL_TILE if tile.equal_sums else HOPPER_MASKED_TILE),
+        (PARTIAL_ATTENTION, HOPPER_MASKED_TILE),
     )[shape]
     kernel = pipelined if tile.lookahead and wide else plain
     constants = {
@@ -151,8 +149,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
             block_tokens=tile.block_tokens,
             block_segments=tile.block_segments,
             lookahead=tile.lookahead,
-            max_merged=0 if tile.equal_sums else MAX_MERGED,
-            equal_sums=tile.equal_sums,
+            max_merged=MAX_MERGED,
             spread=tile.spread,
         ),
         "MODE": Mode(

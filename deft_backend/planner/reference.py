@@ -194,8 +194,8 @@ def _list_items(grouping: Grouping, target: Target) -> _Items:
     first = tile * queries[group] // count[group]
     stop = (tile + 1) * queries[group] // count[group]
     single = np.searchsorted(tile_queries, stop - first)
-    if grouping.tile_shape is not None:
-        single = grouping.tile_shape[group]
+    if grouping.least_shape is not None:
+        single = np.maximum(single, grouping.least_shape[group])
     shape = np.where(several[group], len(tile_queries), single)
 
     segments = np.diff(grouping.segment_ptr)[group]

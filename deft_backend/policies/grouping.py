@@ -47,8 +47,8 @@ class Grouping:
     open: npt.NDArray[np.bool_]  # [S]: whether the segment ends where its request currently ends
     attend_begin: Int32Array
     attend_end: Int32Array  # [S]: the run of the group's queries that attend to each segment
-    tile_shape: npt.NDArray[np.integer] | None = None
-    """[G]: the tile shape of each group; None: the smallest that holds it."""
+    least_shape: npt.NDArray[np.integer] | None = None
+    """[G]: the smallest tile shape that a group may take, whatever it holds; None: any."""
 
     @property
     def num_groups(self) -> int:

@@ -58,8 +58,8 @@ class Invariant(Policy):
 
     - A request's length alone tells its chunks, and so its partial results.
     - A request's last chunk takes the small tile, if the tile holds a query. All other chunks take
-      the large tile, or, if few requests read them, a small one that adds in the same order. Within
-      a tile shape, the bits of a row depend neither on its place nor on other rows.
+      the large tile, however many requests read them. Within a tile shape, the bits of a row depend
+      neither on its place nor on other rows.
     - Partial results merge in the order of chunks, and their number tells how.
 
     The head shape, the KV cache's dtype and the GPU decide `short_tokens` (:meth:`for_target`), so
@@ -192,10 +192,7 @@ class Invariant(Policy):
         items = int(np.where(is_last, 1, -(-held // target.largest_tile)).sum())
         check_limits(self.name, Limits(items, int(held.sum()), segments=items), target)
         grouping = groups_of(ranges, of, start, stop, is_last)
-        shape = np.where(held <= target.equal_queries, 2, 1)
-        if target.tile_queries[0]:
-            shape = np.where(is_last, 0, shape)
-        return replace(grouping, tile_shape=shape)
+        return replace(grouping, least_shape=np.where(is_last, 0, 1))
 
     def _in_whole_chunks(self, forest: PrefixForest) -> PrefixForest:
         """The forest in which requests share whole chunks only, and never their last tokens."""

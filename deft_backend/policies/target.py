@@ -58,9 +58,6 @@ class Target:
     block_tokens: int = 64  # tokens of a KV block, in which chunks are counted
     tile_blocks: tuple[int, ...] = TILE_BLOCKS
     """Tokens that the kernel of each tile shape reads at a time."""
-    equal_tile: bool = False
-    """Whether the last tile shape is no masked tile, but a small one that adds in the order of the
-    large one."""
     limits: Limits = UNLIMITED  # what the plan's arrays can hold
     query_tokens: int = 1
     query_blocks: int = 1
@@ -136,11 +133,6 @@ class Target:
     def tile_queries(self) -> tuple[int, ...]:
         """Queries that each tile shape serves, ascending."""
         return tuple(height // self.query_vectors for height in self.tile_heights)
-
-    @property
-    def equal_queries(self) -> int:
-        """Queries that the tile of `equal_tile` serves; 0 if there is none."""
-        return self.tile_queries[-1] if self.equal_tile else 0
 
     def within(self, limits: Limits) -> Target:
         """The same target with no more items, (item, query) pairs and KV ranges than given."""

@@ -15,7 +15,7 @@ from test_query_tokens import drafts, tree_bits
 import attention_checks
 import gluon_emulator
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.forest import build_forest, forest_from_page_tables
+from deft_backend.forest import build_forest
 from deft_backend.kernels import configurations
 from deft_backend.kernels.hopper import large_tile as hopper_large_tile
 from deft_backend.kernels.hopper import large_tile_copies, large_tile_memory, masked_tile_segments
@@ -221,56 +221,6 @@ def test_leaves_merge_any_number_of_results(merged, group):
         prepare=lambda attention: use_gluon(attention, 1, 4),
     )
     assert len(attention.batch.plan.reduce_query) == 0  # leaves merge
-
-
-def use_equal_tiles(attention, query_tokens):
-    """The tiles of `invariant`, in Gluon."""
-    shape = attention._shapes[query_tokens]
-    small, large, _ = shape.config.tiles
-    large = replace(large, block_tokens=64, num_warps=4, programs=3, lookahead=2)
-    small = replace(small, height=16, block_tokens=16, programs=4, lookahead=1)
-    equal = replace(small, block_tokens=64, equal_sums=True)
-    config = replace(shape.config, tiles=(small, large, equal))
-    target = replace(shape.target, tile_heights=(16, 64, 16), equal_tile=True)
-    attention._shapes[query_tokens] = shape._replace(config=config, target=target)
-
-
-@pytest.mark.parametrize("query_tokens", [1, 3])
-@settings(max_examples=16)
-@given(shared=st.integers(1, 900), own=st.integers(3, 200), cap=st.sampled_from([0.0, 5.0]))
-def test_a_query_has_the_same_bits_in_small_and_large_tiles(query_tokens, shared, own, cap):
-    """As many requests as it holds read the shared chunks in the small tile, seven in the large one."""
-    shared, tokens = shared // 8 * 8, query_tokens
-    generator = torch.Generator().manual_seed(shared + own)
-    tables = torch.arange(shared, shared + 7 * own, dtype=torch.int32).reshape(7, own)
-    tables = torch.cat([torch.arange(shared).int().expand(7, -1), tables], dim=1).contiguous()
-    lens = torch.full((7,), shared + own, dtype=torch.int32)
-    q = torch.randn(7, tokens, 4, 128, generator=generator).half()
-    caches = torch.randn(2, shared + 7 * own, 1, 1, 128, generator=generator).half()
-    shape = {"num_query_heads": 4, "num_kv_heads": 1, "head_dim": 128, "dtype": torch.float16}
-    found = []
-    for most in (1, 16 // (4 * tokens), 7):
-        attention = attention_checks.tree_attention(
-            **shape, max_batch=7, query_tokens=tokens, policy="invariant", max_tokens=2048
-        )
-        use_equal_tiles(attention, tokens)
-        rows = slice(most)
-        forest = forest_from_page_tables(tables[rows].numpy(), lens[rows].numpy())
-        attention.plan(forest, query_tokens=tokens)
-        attention.poison_workspace()
-        launched.clear()
-        batch = q[rows].flatten(0, 1), *caches, tables[rows], lens[rows]
-        found.append(attention.run(*batch, logit_cap=cap).view_as(q[rows]))
-        plan = attention.batch.plan
-        in_large = plan.tile_ptr[1] > 0
-        assert plan.tile_ptr[2] - plan.tile_ptr[1] == most  # last chunks
-        assert in_large <= (most == 7) and in_large >= (most == 7 and shared >= 512)
-        assert launched["hopper_large_tile_attention"] == in_large
-    assert torch.equal(found[0], found[2][:1])
-    assert torch.equal(found[1], found[2][: len(found[1])])
-    if tokens == 1:
-        expected = reference_attention(q[:, 0], *caches, tables, lens, logit_cap=cap)
-        assert relative_error(found[2][:, 0], expected) <= 1e-3
 
 
 @pytest.mark.parametrize("group", [4, 5])

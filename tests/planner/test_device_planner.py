@@ -113,17 +113,10 @@ def test_a_requests_last_absolute_chunk_is_its_own(private, shared):
 
 
 @settings(deadline=None, max_examples=25)
-@given(
-    short_tokens=st.sampled_from([512, 1536, 2048]),
-    equal_queries=st.integers(0, 3),
-    data=st.data(),
-)
-def test_absolute_chunks_begin_where_the_references_do(short_tokens, equal_queries, data):
+@given(short_tokens=st.sampled_from([512, 1536, 2048]), data=st.data())
+def test_absolute_chunks_begin_where_the_references_do(short_tokens, data):
     """Three requests that end and part near the ends of chunks, in arrays that just hold them."""
     policy, longest = Invariant(short_tokens), 1 << 20
-    heights = (*TARGET.tile_heights[:2], 4 * equal_queries)
-    target = replace(TARGET, tile_heights=heights, equal_tile=equal_queries > 0)
-    assert target.equal_queries == equal_queries
 
     def draw(least, most):
         chunk = int(policy.chunk_at(data.draw(st.integers(least, most)), longest * 2))
@@ -140,9 +133,7 @@ def test_absolute_chunks_begin_where_the_references_do(short_tokens, equal_queri
     most = max(policy.num_chunks(length) for length in lens.tolist())
     most = 3 * max(most, policy.most_chunks(tables.shape[1] * 8))
     capacity = PlanCapacity(3, most, most, most)
-    host, device = plans_of(Batch(tables, lens, 8), target, capacity, policy=policy)
-    large, last, _ = np.diff(device.tile_ptr)
-    assert last == 3 and (large == 0 or equal_queries < 3)
+    host, device = plans_of(Batch(tables, lens, 8), TARGET, capacity, policy=policy)
     for request, length in enumerate(lens.tolist()):
         mine = np.repeat(np.arange(device.num_items), np.diff(device.item_query_ptr))
         begins = device.segment_start[mine[device.entry_query == request]]

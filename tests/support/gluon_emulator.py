@@ -185,8 +185,7 @@ def _values(operand):
 
 
 def _product(a, b, acc, use_acc=True, is_async=False, **_):
-    # In float64, so that the shape of a tile does not show in a rounded sum.
-    found = (_values(a).astype(np.float64) @ _values(b)).astype(np.float32)
+    found = _values(a) @ _values(b)
     return _tensor(np.asarray(acc) + found if use_acc else found)
 
 
@@ -295,7 +294,6 @@ def _language():
     gl.reduce = _reduce
     gl.inline_asm_elementwise = _inlined
     gl.maximum, gl.minimum = _elementwise(np.maximum), _elementwise(np.minimum)
-    gl.fma = lambda a, b, c: _tensor(np.float32(np.float64(a) * np.float64(b) + np.float64(c)))
     gl.exp2, gl.log2, gl.abs = map(_elementwise, (np.exp2, np.log2, np.abs))
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(
         np.full(shape, 0xFF if dtype.np == np.uint8 else np.nan, dtype=dtype.np)

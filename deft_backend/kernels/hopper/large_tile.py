@@ -57,13 +57,13 @@ from deft_backend.kernels.hopper.large_tile_results import (
     masked,
     softmax,
     start_products,
-    sum_of_threads,
     write_results,
 )
 from deft_backend.kernels.hopper.parts import (
     ask_plan,
     capped,
     next_slot,
+    plus,
     range_end,
     read_item,
     sees,
@@ -250,7 +250,7 @@ def hopper_large_tile_attention(
         there = work + step_work < work_end
         ask_item(there, next_item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
         acc = last_product(state, scaling, buffers, CACHE, LAYOUT)
-        sums = gl.convert_layout(sum_of_threads(state.total, BLOCK_M), ROW)
+        sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
         maximum, zero = state.maximum, hidden_zero(state.now)
         write_results(
             acc, maximum, sums, item, kv_head, zero, buffers, tensors, HEADS, TILE, MODE, LAYOUT

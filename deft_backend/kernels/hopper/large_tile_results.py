@@ -34,21 +34,9 @@ def _row_max(x, ROWS, COLUMNS):
 
 @jit
 def _thread_sum(x, ROWS, COLUMNS):
-    """[ROWS, 4]: the sum over the columns that each of a row's 4 threads holds.
-
-    Only two numbers are added at a time. So their order, which `_thread_sums` of the small tile has
-    too, does not depend on how a version of Triton reduces.
-    """
-    gl.static_assert(COLUMNS == 64)
-    x = gl.reshape(x, [ROWS, 2, 2, 2, 4, 2])
-    x = gl.reduce(gl.reduce(gl.reduce(x, 3, plus), 2, plus), 1, plus)
-    return gl.reduce(x, 2, plus)
-
-
-@jit
-def sum_of_threads(total, ROWS):
-    """[ROWS]: the sum of [ROWS, 4]."""
-    return gl.reduce(gl.reduce(gl.reshape(total, [ROWS, 2, 2]), 1, plus), 1, plus)
+    """[ROWS, 4]: the sum over the columns that each of a row's 4 threads holds."""
+    x = _by_thread(x, ROWS, COLUMNS)
+    return gl.reduce(gl.reduce(gl.reduce(x, 2, plus), 1, plus), 2, plus)
 
 
 @jit
@@ -60,7 +48,7 @@ def softmax(scores, maximum, factor, ROWS, COLUMNS, ROW):
     new_maximum = gl.maximum(maximum, gl.convert_layout(highest, ROW) * factor)
     # A query vector that has seen no token keeps its maximum at -inf: avoid -inf - -inf.
     reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    weights = gl.exp2(gl.fma(scores, factor, -reference[:, None]))
+    weights = gl.exp2(scores * factor - reference[:, None])
     rescale = gl.exp2(maximum - reference)
     return weights, _thread_sum(weights, ROWS, COLUMNS), new_maximum, rescale
 
@@ -97,7 +85,7 @@ def settled(sums):
 def add_rescaled(total, rescale, added):
     """Sums by thread, with the sums of one more block added."""
     ROW: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-    return gl.fma(total, gl.convert_layout(rescale, ROW)[:, None], added)
+    return total * gl.convert_layout(rescale, ROW)[:, None] + added
 
 
 @jit

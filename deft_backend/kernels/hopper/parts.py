@@ -80,9 +80,7 @@ def capped(scores, scaling, SOFT_CAP):
         # tanh through exp: saturates to +-1 without overflow in either direction.
         LOG2_E: gl.constexpr = 1.4426950408889634
         doubled = gl.exp2(scores * (scaling.scale * 2.0 * LOG2_E / scaling.cap))
-        bound = scaling.cap * LOG2_E
-        # One rounding at the end: no compiler may fuse it with what follows, or may not.
-        scores = gl.fma(1.0 / (doubled + 1.0), -2.0 * bound, bound)
+        scores = (scaling.cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
     return scores
 
 

@@ -11,9 +11,6 @@ plain `small_tile`, and computes S^T and O^T likewise. What differs:
 - The kernel starts each load of an item's chain one item or one KV block before the next load. So
   it never waits for a load that has just begun.
 - One thread for each token reads its page id and turns it into an address.
-- With `equal_sums`, the kernel has the large tile's blocks, from the range's end to its start, and
-  its order of additions. Then a query vector has the same bits in both tiles, and nothing merges
-  here.
 
 Addresses and strides of Q, K and V must be multiples of 16 bytes.
 """
@@ -28,6 +25,7 @@ from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.hopper.eight_bits import in_order
 from deft_backend.kernels.hopper.parts import (
     next_slot,
+    plus,
     read_item,
     tail_of,
     with_device_scales,
@@ -43,11 +41,9 @@ from deft_backend.kernels.hopper.small_tile_memory import (
 from deft_backend.kernels.hopper.small_tile_results import (
     Block,
     add_block,
-    end_item,
-    left_at_first,
-    left_behind,
+    merge_results,
     no_tokens,
-    sum_of_threads,
+    write_results,
 )
 from deft_backend.kernels.hopper.versions import barrier, gl, jit, wait_group
 from deft_backend.planner.device_plan import ItemArrays
@@ -122,7 +118,7 @@ def hopper_small_tile_attention(
     # The item that is worked on, the one after it, and the first link of a third.
     own = _own(work, work_end, _coming(item, tensors), plan, HEADS)
     coming = _coming(next_item, tensors)
-    left = left_at_first(own.length, TILE)  # tokens of it from the next block on
+    left = own.length  # tokens of it that are to be worked on
     tail = 0
     if not HEADS.single:
         tail = tail_of(item, tensors, plan, HEADS)
@@ -147,8 +143,8 @@ def hopper_small_tile_attention(
             )
             place = place_of_results(buffers, now, TILE, LAYOUT)
             now = next_slot(now, LAYOUT.slots)
-            left, ended = left_behind(left, own.length, TILE)
-            if ended:
+            left -= TILE.block_tokens
+            if left <= 0:
                 kv_head = work % HEADS.num_kv
                 acc = in_order(online.acc, EXPONENT_BITS)
                 if EXPONENT_BITS > 0:
@@ -156,21 +152,28 @@ def hopper_small_tile_attention(
                 barrier()  # K and V have been read
                 place.permute((1, 0)).store(acc)
                 buffers.maximum.store(online.maximum)
-                buffers.total.store(sum_of_threads(online.total, TILE))
+                buffers.total.store(gl.reduce(online.total, 0, plus))
                 barrier()
-                end_item(
-                    own,
-                    kv_head,
-                    place,
-                    buffers,
-                    tensors,
-                    plan,
-                    strides,
-                    HEADS,
-                    TILE,
-                    MODE,
-                    LAYOUT,
-                )
+                if own.merged > 0:
+                    if MODE.overlapped:
+                        gdc_wait()
+                    merge_results(
+                        own, kv_head, place, buffers, tensors, strides, HEADS, TILE, MODE, LAYOUT
+                    )
+                else:
+                    write_results(
+                        own,
+                        kv_head,
+                        place,
+                        buffers,
+                        tensors,
+                        plan,
+                        strides,
+                        HEADS,
+                        TILE,
+                        MODE,
+                        LAYOUT,
+                    )
                 work += step
                 q_now = next_slot(q_now, LAYOUT.slots)
                 own = _own(work, work_end, coming, plan, HEADS)
@@ -179,7 +182,7 @@ def hopper_small_tile_attention(
                     tail = next_tail
                     next_tail = tail_of(link, tensors, plan, HEADS)
                 link = read_item(work + 2 * step, work_end, tensors, plan, HEADS, AHEAD=False)
-                left = left_at_first(own.length, TILE)
+                left = own.length
                 online = no_tokens(HEADS, TILE, LAYOUT)
 
     wait_group(0)

@@ -78,14 +78,9 @@ def _segment_of(item, tensors, strides):
 
 @jit
 def _positions(segment, block, TILE, LAYOUT):
-    """Positions of a block's tokens. Outside of the segment: its last token, or its first."""
+    """Positions of a block's tokens. Past the end of the segment: its last token."""
     offs_n = gl.arange(0, TILE.block_tokens, layout=LAYOUT.each)
-    if TILE.equal_sums:
-        block = gl.maximum(segment.length - 1, 0) // TILE.block_tokens - block
-    position = gl.minimum(block * TILE.block_tokens + offs_n, segment.length - 1)
-    if TILE.equal_sums:
-        position = gl.maximum(position, 0)
-    return segment.start + position
+    return segment.start + gl.minimum(block * TILE.block_tokens + offs_n, segment.length - 1)
 
 
 @jit

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.language.extra.cuda import gdc_wait
-
 from deft_backend.kernels.hopper.eight_bits import keys_of, values_of
 from deft_backend.kernels.hopper.parts import capped, larger, places_of, plus, sees, sink_weight
 from deft_backend.kernels.hopper.versions import gl, jit, mma_v2, reinterpret
@@ -23,7 +21,7 @@ class Online(NamedTuple):
     """The softmax of an item's tokens so far, for M query vectors."""
 
     maximum: Any  # [M]: each query vector's largest score, in base 2
-    total: Any  # [8, M]: sums of weights. Eight threads share a row; with `equal_sums`, four sums.
+    total: Any  # [8, M]: sums of weights. Eight threads share a row, and each has a sum.
     acc: Any  # [D, M]: sums of values, weighted by ``2^(score - maximum)``
 
 
@@ -33,57 +31,15 @@ def no_tokens(HEADS, TILE, LAYOUT):
     BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
     HEAD_DIM: gl.constexpr = HEADS.dim
+    # A product's rows are those of eight threads in turn.
+    THREADS: gl.constexpr = gl.reshape(
+        gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LAYOUT.product), [BLOCK_N // 8, 8, BLOCK_M]
+    ).type.layout
     return Online(
         gl.full([BLOCK_M], float("-inf"), gl.float32, LAYOUT.column),
-        _thread_sums(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LAYOUT.product), TILE),
+        gl.zeros([8, BLOCK_M], gl.float32, gl.SliceLayout(0, THREADS)),
         gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, LAYOUT.product),
     )
-
-
-@jit
-def _thread_sums(weights, TILE):
-    """Sums of weights [tokens, M] over the tokens of a thread: a product's rows are those of eight
-    threads in turn. With `equal_sums`, over those of the large tile's threads, as `_thread_sum`
-    there adds them.
-    """
-    BLOCK_M: gl.constexpr = TILE.height
-    BLOCK_N: gl.constexpr = TILE.block_tokens
-    if TILE.equal_sums:
-        gl.static_assert(BLOCK_N == 64)
-        sums = gl.reshape(weights, [2, 2, 2, 4, 2, BLOCK_M])
-        sums = gl.reduce(gl.reduce(gl.reduce(sums, 2, plus), 1, plus), 0, plus)
-        return gl.reduce(sums, 1, plus)
-    else:
-        return gl.reduce(gl.reshape(weights, [BLOCK_N // 8, 8, BLOCK_M]), 0, plus)
-
-
-@jit
-def sum_of_threads(total, TILE):
-    """[M]: the sum of `Online.total`."""
-    if TILE.equal_sums:
-        total = gl.reduce(gl.reshape(total, [2, 2, TILE.height]), 0, plus)
-    return gl.reduce(total, 0, plus)
-
-
-@jit
-def left_at_first(length, TILE):
-    """Tokens of an item's range from its first taken block on."""
-    if TILE.equal_sums:
-        blocks = gl.maximum(length - 1, 0) // TILE.block_tokens
-        return length - blocks * TILE.block_tokens
-    else:
-        return length
-
-
-@jit
-def left_behind(left, length, TILE):
-    """The same for the next block, and whether there is none."""
-    if TILE.equal_sums:
-        left += TILE.block_tokens
-        return left, left > length
-    else:
-        left -= TILE.block_tokens
-        return left, left <= 0
 
 
 class Block(NamedTuple):
@@ -122,11 +78,11 @@ def add_block(online, block, tail, tensors, scaling, strides, HEADS, CACHE, TILE
     maximum = gl.maximum(online.maximum, gl.reduce(scores, 0, larger) * factor)
     # An empty range keeps its maximum at -inf: avoid -inf - -inf.
     reference = gl.where(maximum == float("-inf"), 0.0, maximum)
-    weights = gl.exp2(gl.fma(scores, factor, -reference[None, :]))
+    weights = gl.exp2(scores * factor - reference[None, :])
     rescale = gl.exp2(online.maximum - reference)
-    added = _thread_sums(weights, TILE)
+    added = gl.reduce(gl.reshape(weights, [BLOCK_N // 8, 8, BLOCK_M]), 0, plus)
     by_thread = gl.convert_layout(rescale, gl.SliceLayout(0, online.total.type.layout))
-    total = gl.fma(online.total, by_thread[None, :], added)
+    total = online.total * by_thread[None, :] + added
     values = values_of(block.v, DTYPE, EXPONENT_BITS, LAYOUT)
     weights = gl.convert_layout(weights.to(DTYPE), LAYOUT.right)
     acc = mma_v2(values, weights, online.acc * rescale[None, :])
@@ -246,7 +202,7 @@ def _merge_loaded(
 
 
 @jit
-def _merge_results(own, kv_head, place, buffers, tensors, strides, HEADS, TILE, MODE, LAYOUT):
+def merge_results(own, kv_head, place, buffers, tensors, strides, HEADS, TILE, MODE, LAYOUT):
     """Merge the result of an item of one query with earlier partial results; write its output.
 
     `place` [M, D] holds the item's result, of which only the query's rows count. The partial
@@ -284,7 +240,7 @@ def _merge_results(own, kv_head, place, buffers, tensors, strides, HEADS, TILE, 
 
 
 @jit
-def _write_results(own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, MODE, LAYOUT):
+def write_results(own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, MODE, LAYOUT):
     """Write the outputs or partial results of an item's queries.
 
     `place` [M, D] holds sums of values, `buffers` each row's maximum and sum of weights. An empty
@@ -318,35 +274,16 @@ def _write_results(own, kv_head, place, buffers, tensors, plan, strides, HEADS, 
             mask=direct[:, None],
         )
     if gl.reduce(partial.to(gl.int32), 0, larger) > 0:
-        # Stored as the large tile stores it (`large_tile_results.py`).
-        largest = gl.full([TILE.height], 2.0, gl.float32, LAYOUT.copy_row)
-        if tensors.out.dtype.element_ty != tensors.partial.out.dtype.element_ty:
-            largest = gl.maximum(gl.reduce(gl.abs(result), 1, larger) * normal, 1.0e-30)
+        # A partial result is stored relative to its largest element: this keeps 11 bits of
+        # mantissa, whatever the range of the cache's dtype.
+        largest = gl.maximum(gl.reduce(gl.abs(result), 1, larger), 1.0e-30)
         slot_at = slot * (HEADS.num_kv * HEADS.vectors) + places.result
         at = _in_elements(slot_at * (HEADS.dim // 8))
         gl.store(
             tensors.partial.out + at[:, None] + offs_d[None, :],
-            (result * (normal / largest)[:, None]).to(tensors.partial.out.dtype.element_ty),
+            (result * (1.0 / largest)[:, None]).to(tensors.partial.out.dtype.element_ty),
             mask=partial[:, None],
         )
         lse = gl.where(total > 0.0, maximum + gl.log2(safe_total), float("-inf"))
         gl.store(tensors.partial.lse + slot_at, lse, mask=partial)
-        gl.store(tensors.partial.scale + slot_at, largest, mask=partial)
-
-
-@jit
-def end_item(own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, MODE, LAYOUT):
-    """Write what `place` [M, D] holds of an item, after a merge if the item merges."""
-    if TILE.max_merged > 0:
-        if own.merged > 0:
-            if MODE.overlapped:
-                gdc_wait()
-            _merge_results(own, kv_head, place, buffers, tensors, strides, HEADS, TILE, MODE, LAYOUT)
-        else:
-            _write_results(
-                own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, MODE, LAYOUT
-            )
-    else:
-        _write_results(
-            own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, MODE, LAYOUT
-        )
+        gl.store(tensors.partial.scale + slot_at, largest * normal, mask=partial)

@@ -108,7 +108,7 @@ def _is_before(other, other_cut, range_, cut):
     return (other_rank > rank) | ((other_rank == rank) & earlier)
 
 
-@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block", "equal_tile"])
+@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
 def measure_ranges(
     ranges: Ranges,
     chosen: Chosen,
@@ -119,7 +119,6 @@ def measure_ranges(
     small_tile,
     large_tile,
     block,
-    equal_tile,
     estimate: Estimate,
     BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -144,7 +143,7 @@ def measure_ranges(
         return
     count = tl.load(chosen.count)
     if CHUNKS == "absolute":
-        held, small_chunk, large_chunk = equal_tile, block, block
+        held, small_chunk, large_chunk = 0, block, block
     else:
         held = small_tile
         small_chunk = _cheapest(candidates, 0, CANDIDATES)

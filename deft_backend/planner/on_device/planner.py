@@ -295,14 +295,14 @@ class DevicePlanner:
             self._launch(PRICE_CHUNKS, warps.price_chunks, (work.candidates, 2), arguments)
         programs, chosen = 2 * -(-batch // work.ranges), (scratch.chosen, scratch.candidates)
         arguments = (scratch.ranges, *chosen, scratch.places, scratch.results, *size)
-        arguments = (*arguments, block, target.equal_queries, numbers.estimate)
+        arguments = (*arguments, block, numbers.estimate)
         constants = {"BLOCK": work.ranges, "LEAVES": columns, "NODES": work.node_columns}
         self._launch(MEASURE_RANGES, warps.measure_ranges, programs, arguments, **constants)
         programs = 1 + -(-batch // work.leaves) + min(batch, work.node_programs)
         arguments = (tables.table_rows, self._plan["segment_table"], scratch.order, scratch.chosen)
         arguments = (*arguments, scratch.ranges, scratch.places, scratch.results)
         arguments = (*arguments, self._plan.stage1, self._plan.stage2, scratch.counters, *size)
-        arguments = (*arguments, self._rules.chunk_tokens or block, target.equal_queries)
+        arguments = (*arguments, self._rules.chunk_tokens or block)
         constants = {"LEAVES": work.leaves, "WIDTH": work.width}
         self._launch(WRITE_PLAN, warps.write_plan, programs, arguments, **constants)
 

@@ -48,7 +48,7 @@ class Written(NamedTuple):
     segment_table: Any
     batch: Any
     small_tile: Any
-    held: Any  # most queries of a range that takes a small tile
+    held: Any  # most queries of a range that takes the small tile
     large_tile: Any
     block: Any
 
@@ -145,8 +145,6 @@ def _write_node(number, slots, plan, BATCH, BLOCKS, WIDTH, CHUNKS):
     table_row = tl.load(plan.table_rows + request).to(tl.int32)
     is_large, tiles = tiles_of(queries, plan.held, plan.large_tile)
     lane = tl.arange(0, WIDTH)
-    behind = tl.where(is_large, 0, _last_chunks(plan, CHUNKS))
-    first_item, first_entry = range_.item + behind, range_.entry + behind
     for at in range(0, range_.num_chunks * tiles, WIDTH):
         index = at + lane
         turn = index // tiles
@@ -154,12 +152,10 @@ def _write_node(number, slots, plan, BATCH, BLOCKS, WIDTH, CHUNKS):
         chunk = _in_turn(turn, range_, CHUNKS)
         from_query = tile * queries // tiles
         to_query = (tile + 1) * queries // tiles
-        span = (to_query - from_query) << SPAN_SHIFT
-        if CHUNKS != "absolute":
-            span = tl.where(is_large, span, 0)
+        span = tl.where(is_large, (to_query - from_query) << SPAN_SHIFT, 0)
         start, stop = _chunk_of(range_, chunk, plan.block, CHUNKS)
-        entry = first_entry + turn * queries + from_query
-        item, there = first_item + index, index < range_.num_chunks * tiles
+        entry = range_.entry + turn * queries + from_query
+        item, there = range_.item + index, index < range_.num_chunks * tiles
         _write_items(plan, item, entry, request, table_row, start, stop, span, there)
     for at in range(0, range_.num_chunks * queries, WIDTH):
         index = at + lane
@@ -168,24 +164,15 @@ def _write_node(number, slots, plan, BATCH, BLOCKS, WIDTH, CHUNKS):
         chunk = _in_turn(index // queries, range_, CHUNKS)
         slot = tl.gather(slots.first, place, 0) + range_.part + chunk
         query = tl.load(plan.order + place, mask=there, other=0)
-        tl.store(items.entry_query + first_entry + index, query, mask=there)
-        tl.store(items.entry_slot + first_entry + index, slot, mask=there)
-
-
-@jit
-def _last_chunks(plan, CHUNKS):
-    """How many last chunks lie between the items of the large tile and the other ones."""
-    if CHUNKS == "absolute":
-        return plan.batch
-    else:
-        return 0
+        tl.store(items.entry_query + range_.entry + index, query, mask=there)
+        tl.store(items.entry_slot + range_.entry + index, slot, mask=there)
 
 
 @jit
 def _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS):
     """Write the items of the leaves at places: one entry for each item.
 
-    By the rule ``absolute`` the last chunks' items lie behind those of the large tile.
+    By the rule ``absolute`` the last chunks' items lie behind those of all other chunks.
     """
     DIRECT: tl.constexpr = encoding.DIRECT
     MERGES: tl.constexpr = encoding.MERGES
@@ -204,7 +191,7 @@ def _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS):
     partial = (parts > 1) & (merged == 0)
     span = tl.where(plan.small_tile > 0, merged, 1 << SPAN_SHIFT)
     if CHUNKS == "absolute":
-        before = _count_items(plan, BATCH, True)
+        before = _count_items(plan, BATCH)
         last = tl.maximum(range_.end - 1, range_.begin)
         start = chunk_begin(chunk_at(last, range_.end, block), range_.end, block)
         slot = tl.where(partial, first_slot + range_.part + range_.num_chunks, whole)
@@ -214,16 +201,15 @@ def _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS):
         tl.store(items.entry_slot + before.entries + place, slot, mask=is_leaf)
         partial = is_leaf  # the other chunks are results of their own
         span = place * 0 + (1 << SPAN_SHIFT)
-    behind = tl.where(plan.held > 0, _last_chunks(plan, CHUNKS), 0)
     for number in range(0, tl.reduce(range_.num_chunks, 0, tl.standard._elementwise_max)):
         there = number < range_.num_chunks
-        entry = range_.entry + behind + number
+        entry = range_.entry + number
         chunk = _in_turn(number, range_, CHUNKS)
         start, stop = _chunk_of(range_, chunk, block, CHUNKS)
         if CHUNKS != "absolute":
             stop = tl.where(chunk == range_.num_chunks - 1, OPEN_END, stop)
         slot = tl.where(partial, first_slot + range_.part + chunk, whole)
-        item = range_.item + behind + number
+        item = range_.item + number
         _write_items(plan, item, entry, request, table_row, start, stop, span, there)
         tl.store(items.entry_query + entry, query, mask=there)
         tl.store(items.entry_slot + entry, slot, mask=there)
@@ -244,14 +230,12 @@ def write_reduction(reduction, slots, order_ptr, batch, BATCH):
 
 
 @jit
-def _count_items(plan, BATCH, LARGE):
-    """Items and entries of all ranges, or with LARGE of those of the large tile alone."""
+def _count_items(plan, BATCH):
+    """Items and entries of all ranges, and items of the large tile."""
     which = tl.arange(0, 2 * BATCH)
     queries = tl.load(plan.ranges.queries + which)
     num_chunks = tl.load(plan.places.num_chunks + which)
     is_large, tiles = tiles_of(queries, plan.held, plan.large_tile)
-    if LARGE:
-        num_chunks = tl.where(is_large, num_chunks, 0)
     items = tiles * num_chunks
     large, every = total(tl.where(is_large, items, 0)), total(items)
     return Counts(every, total(queries * num_chunks), large, every, every)
@@ -295,11 +279,11 @@ def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED
     """Write the reduction's queries, how much there is of everything, and the counters."""
     batch, small_tile, ranges = plan.batch, plan.small_tile, plan.ranges
     write_reduction(reduction, slots, plan.order, batch, BATCH)
-    counts = _count_items(plan, BATCH, False)
+    counts = _count_items(plan, BATCH)
     if CHUNKS == "absolute":
-        single, every = counts.large + batch, counts.items + batch
-        large = tl.where(small_tile < 1, single, counts.large)
-        counts = Counts(every, counts.entries + batch, large, single, every)
+        large = tl.where(small_tile < 1, counts.large + batch, counts.large)
+        every = counts.items + batch
+        counts = Counts(every, counts.entries + batch, large, every, every)
     write_counts(plan.items, counts)
 
     # What the step reads, and what it would read query by query, in tokens.
@@ -312,7 +296,7 @@ def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED
     count_plan(counters, ranges, total(loaded), batch, BATCH, BLOCKS, TIMED)
 
 
-@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block", "equal_tile"])
+@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
 def write_plan(
     table_rows_ptr,
     segment_table_ptr,
@@ -328,7 +312,6 @@ def write_plan(
     small_tile,
     large_tile,
     block,
-    equal_tile,
     BATCH: tl.constexpr,
     BLOCKS: tl.constexpr,
     LEAVES: tl.constexpr,
@@ -342,8 +325,7 @@ def write_plan(
     The first program writes how much there is. The next ``ceil(batch / LEAVES)`` programs write
     leaves, the others nodes in turn. `segment_table` gets the page-table row of each segment.
     Chunks are whole KV blocks of `block` tokens. By the rule ``absolute``, the first chunks have
-    `block` tokens, only a request's last chunk takes the small tile, and chunks of at most
-    `equal_tile` queries take the small tile that adds as the large one does.
+    `block` tokens, and only a request's last chunk takes the small tile.
     """
     if OVERLAPPED:
         gdc_wait()
@@ -358,7 +340,7 @@ def write_plan(
         segment_table_ptr,
         batch,
         small_tile,
-        equal_tile if CHUNKS == "absolute" else small_tile,
+        0 if CHUNKS == "absolute" else small_tile,
         large_tile,
         block,
     )
