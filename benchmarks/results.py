@@ -234,7 +234,9 @@ def _server_lines(run: Run) -> Iterator[Line]:
 def _server_case(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> tuple[str, ...]:
     workload = re.sub(r"\[\d+\]$", "", ours["workload"])
     options = ours["options"]
-    if workload in ("few-shot", "rollouts") or workload.startswith("agents"):
+    if ours.get("policy"):  # of a paper's table: one line each
+        workload = workload.partition(" ")[0]
+    elif workload in ("few-shot", "rollouts") or workload.startswith("agents"):
         workload += f", {ours['prefix']:,} × {ours['branches']}"
     elif workload == "beams":
         workload += f" on {ours['prefix']:,}"
