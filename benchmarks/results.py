@@ -216,8 +216,7 @@ def _server_lines(run: Run) -> Iterator[Line]:
     groups = _grouped(pairs, lambda pair: _server_case(pair[0], pair[1]))
     for (host, model, workload, ours, peer), both in groups.items():
         times = [(_time_per_token(a), _time_per_token(b)) for a, b in both]
-        steady = [(a["detail"].get("steady_ms"), b["detail"].get("steady_ms")) for a, b in both]
-        first = [(a["ttft_ms"], b["ttft_ms"]) for a, b in both]
+        steady = ((a["detail"].get("steady_ms"), b["detail"].get("steady_ms")) for a, b in both)
         shown = f"{times[0][0]:.2f}, {times[0][1]:.2f}" if len(both) == 1 and all(times[0]) else "–"
         yield (
             f"{host}: {model}",
@@ -227,14 +226,15 @@ def _server_lines(run: Run) -> Iterator[Line]:
             shown,
             _range(_ratios(times)),
             _range(_ratios(steady)),
-            _range(_ratios(first)),
+            _range(_ratios((a["ttft_ms"], b["ttft_ms"]) for a, b in both)),
         )
 
 
 def _server_case(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> tuple[str, ...]:
     workload = re.sub(r"\[\d+\]$", "", ours["workload"])
     options = ours["options"]
-    if ours.get("policy"):  # of a paper's table: one line each
+    policy = f" {ours['policy']}" if ours.get("policy") else ""
+    if policy:
         workload = workload.partition(" ")[0]
     elif workload in ("few-shot", "rollouts") or workload.startswith("agents"):
         workload += f", {ours['prefix']:,} × {ours['branches']}"
@@ -249,7 +249,6 @@ def _server_case(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> tuple[str,
     model = re.sub(r", (dummy|random) weights|, bfloat16", "", ours["model"])
     if (tp := ours.get("tp", 1)) > 1:
         model += f", {tp} GPUs"
-    policy = f" {ours['policy']}" if ours.get("policy") else ""
     return ours["host"], model, workload, f"{ours['backend']}{policy}", peer["backend"]
 
 
@@ -257,9 +256,8 @@ def _time_per_token(row: Mapping[str, Any]) -> float | None:
     """Milliseconds; of rollouts, whose answers differ in length, the whole time by the tokens."""
     if row["tpot_ms"] is not None:
         return float(row["tpot_ms"])
-    if (total := row["detail"].get("total_s")) is None:
-        return None
-    return float(1000 * total / row["detail"]["tokens"])
+    total = row["detail"].get("total_s")
+    return None if total is None else float(1000 * total / row["detail"]["tokens"])
 
 
 def _load_lines(run: Run) -> Iterator[Line]:
