@@ -21,6 +21,9 @@ TILE_SEGMENTS = (1, 1, 32)
 """Most segments of one item, for each tile shape. Items of small and large tiles have one segment,
 to which every query of the tile attends. Items of the masked tile have several and a span each."""
 
+ORDERED = 3
+"""The tile shape of `invariant` alone that has a small tile's height and the large tile's bits."""
+
 MAX_MERGED = 8  # most partial results that a small tile merges itself
 
 MAX_TOKENS = 1 << 25

@@ -11,7 +11,7 @@ from deft_backend.attention.planned_attention import PlannedBatch
 from deft_backend.costs.table_lookup import cost_model_on
 from deft_backend.kernels import Gpu, KernelConfiguration, Step, kernel_configuration
 from deft_backend.policies.target import TILE_BLOCKS, Target
-from deft_backend.shapes import ONE_TOKEN, AttentionShape, QueryBlocks
+from deft_backend.shapes import ONE_TOKEN, ORDERED, AttentionShape, QueryBlocks
 
 
 def paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -84,8 +84,8 @@ def target_of(
     config: KernelConfiguration, shape: AttentionShape, blocks: QueryBlocks = ONE_TOKEN
 ) -> Target:
     """The target of plans for kernels configured by `config`, with the costs of its device."""
-    kv_heads = shape.num_kv_heads
-    tile_programs = tuple(max(1, tile.programs // kv_heads) for tile in config.tiles)
+    kv_heads, tiles, ordered = shape.num_kv_heads, config.tiles[:ORDERED], config.tiles[ORDERED:]
+    tile_programs = tuple(max(1, tile.programs // kv_heads) for tile in tiles)
     fewer = config.tiles[0].fewer_programs
     return Target(
         shape.num_query_heads,
@@ -93,17 +93,17 @@ def target_of(
         shape.head_dim,
         dtype_bytes=shape.kv_dtype.itemsize,
         num_programs=tile_programs[-1],
-        tile_heights=tuple(tile.height for tile in config.tiles),
+        tile_heights=tuple(tile.height for tile in tiles),
         tile_programs=tile_programs,
         fewer_programs=tuple(
             (most // kv_heads, max(1, count // kv_heads)) for most, count in fewer
         ),
         num_sms=config.sms,
         # The interpreter takes larger KV blocks, for speed; plans are the same on every device.
-        block_tokens=min(64, config.tiles[-1].block_tokens),
-        tile_blocks=(
-            TILE_BLOCKS if config.interpreted else tuple(t.block_tokens for t in config.tiles)
-        ),
+        block_tokens=min(64, tiles[-1].block_tokens),
+        tile_blocks=(TILE_BLOCKS if config.interpreted else tuple(t.block_tokens for t in tiles)),
+        ordered_height=sum(tile.height for tile in ordered),
+        ordered_from=sum(tile.fewest_queries for tile in ordered),
         query_tokens=blocks.tokens,
         query_blocks=blocks.blocks,
         cost_model=cost_model_on(shape),

@@ -118,6 +118,7 @@ class Tile(NamedTuple):
     block_segments: int  # most segments of an item
     lookahead: int  # blocks that the kernels in Gluon copy ahead
     max_merged: int  # most partial results that an item of the small tile merges
+    ordered: bool  # whether blocks and sums of the small tile have the large tile's order
     spread: bool
     """Whether programs of the large tile in Gluon number themselves, so that few items lie on
     different SMs."""

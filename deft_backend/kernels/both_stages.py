@@ -12,7 +12,7 @@ from deft_backend.kernels.configurations import EXPONENT_BITS, KernelConfigurati
 from deft_backend.kernels.launches import Kind, Launch, heads_of, launches_of
 from deft_backend.kernels.layer_launches import LayerLaunches
 from deft_backend.planner import DevicePlan, Plan
-from deft_backend.shapes import ONE_TOKEN, QueryBlocks
+from deft_backend.shapes import ONE_TOKEN, ORDERED, QueryBlocks
 
 LOG2_E = 1.4426950408889634
 
@@ -88,6 +88,8 @@ class Step:
             return Scaling(scale, cap, 1.0)
         return Scaling(scale * float(self.k_scale), cap, float(self.v_scale))
 
+
+_LAUNCH_ORDER = (2, 1, ORDERED, 0)
 
 _Repeated = tuple[Launch, int, tuple[Any, ...]]
 """A launch, its programs, and its arguments behind those that a layer gives."""
@@ -240,7 +242,8 @@ def _tiles_to_launch(
     query_vectors: int,
     masked_tiles: bool,
 ) -> list[tuple[int, int]]:
-    """Tile shapes to launch, with their programs. Small tiles come last and fill the free SMs.
+    """Tile shapes to launch, with their programs. Small tiles come last and fill the free SMs;
+    ordered tiles come after large tiles, which have the longest items.
 
     `query_vectors` is the number of vectors of a query that share a KV head. If they do not fit the
     small tile, the plan has no items of it. If the vectors of all queries fit the small tile, the
@@ -248,7 +251,7 @@ def _tiles_to_launch(
     """
     group_rows = queries * query_vectors
     found = []
-    for shape in range(len(config.tiles) - 1, -1, -1):
+    for shape in (shape for shape in _LAUNCH_ORDER if shape < len(config.tiles)):
         programs = config.tiles[shape].programs
         if known_plan is not None:
             begin, end = known_plan.items_of(shape)
@@ -266,6 +269,9 @@ def _tiles_to_launch(
             programs = config.tiles[0].programs_for(queries, num_kv_heads)
         elif group_rows <= config.tiles[0].height and not config.fixed_tiles:
             continue
+        elif shape == ORDERED:
+            if queries < config.tiles[ORDERED].fewest_queries:
+                continue
         elif group_rows <= config.tiles[shape].height:
             programs = config.tiles[shape].programs_for_one_tile or programs
         found.append((shape, programs))

@@ -42,6 +42,11 @@ programs of a launch evenly, but not the first ones of them. On an H100, up to s
 of 1,320 programs share an SM, and other SMs have three. With fewer programs, the first ones are
 more even (docs/kernel-log.md)."""
 
+ORDERED_PROGRAMS, ORDERED_FROM = 3, 16
+"""Programs of the ordered tile on an SM, and the smallest batch that has its items. Its blocks have
+64 tokens, which fill the SM's memory. In smaller batches the large tile is faster
+(docs/kernel-log.md)."""
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types. The kernels run float32 on the CPU only, for small models."""
 
@@ -74,6 +79,7 @@ class TileConfig:
     spread: bool = False  # whether few items are spread over SMs (`hopper/large_tile_memory.py`)
     fewer_programs: tuple[tuple[int, int], ...] = ()
     """Programs of a small batch: the most queries times KV heads, and the programs, ascending."""
+    fewest_queries: int = 0  # the smallest batch whose plans may have items of this tile
     waves: int = 1
     """How often a launch has the programs that the planner counts on. With two waves, the GPU deals
     the second one to the SMs that end first (docs/kernel-log.md)."""
@@ -123,14 +129,22 @@ class KernelConfiguration:
         return hash((self.sms, self.overlapped, self.tiles[0].height, self.tiles[0].programs))
 
     def one_way(self) -> KernelConfiguration:
-        """The configuration for plans whose tiles do not depend on the batch.
+        """The configuration for plans of `invariant`, with the ordered tile if this device has one.
 
         Small batches may have items of the large tile, too, and stage 2 merges as `few` says in
         every batch. So the bits of a query's output do not depend on the queries around it.
         """
         small, large, *others = self.tiles
-        tiles = (small, replace(large, programs_for_one_tile=None), *others)
-        return replace(self, tiles=tiles, reduce=self.few, fixed_tiles=True)
+        tiles = [small, replace(large, programs_for_one_tile=None), *others]
+        # Tiles in Gluon, of a cache of 16 bits.
+        on_hopper = small.lookahead > 0 and small.block_tokens == 16 and large.lookahead > 0
+        if small.height == 8 and (on_hopper or self.interpreted):
+            ordered = replace(small, fewer_programs=(), fewest_queries=ORDERED_FROM)
+            if on_hopper:
+                programs = ORDERED_PROGRAMS * self.sms
+                ordered = replace(ordered, block_tokens=64, programs=programs, max_registers=None)
+            tiles.append(ordered)
+        return replace(self, tiles=tuple(tiles), reduce=self.few, fixed_tiles=True)
 
     def few_queries(self, num_heads: int) -> int:
         """Most queries of `num_heads` heads whose results stage 2 merges as `few` says."""

@@ -65,8 +65,9 @@ def lay_out(
     """
     DIRECT: tl.constexpr = encoding.DIRECT
     OPEN_END: tl.constexpr = encoding.OPEN_END
+    LAST: tl.constexpr = len(encoding.ITEM_ORDER)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    num_items = tl.load(items.tile_ptr + 3)
+    num_items = tl.load(items.tile_ptr + LAST)
     num_entries = tl.load(items.item_query_ptr + num_items)
 
     is_item = lane < num_items

@@ -22,7 +22,7 @@ from deft_backend.kernels.configurations import (
     ReduceConfig,
 )
 from deft_backend.planner.encoding import ITEM_ORDER
-from deft_backend.shapes import MAX_MERGED, QueryBlocks
+from deft_backend.shapes import MAX_MERGED, ORDERED, QueryBlocks
 
 
 class Kind(NamedTuple):
@@ -138,8 +138,11 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         (SMALL_TILE, HOPPER_SMALL_TILE),
         (PARTIAL_ATTENTION, HOPPER_LARGE_TILE),
         (PARTIAL_ATTENTION, HOPPER_MASKED_TILE),
+        (PARTIAL_ATTENTION, HOPPER_SMALL_TILE),
     )[shape]
     kernel = pipelined if tile.lookahead and wide else plain
+    if shape == ORDERED and kernel is plain:
+        tile = config.tiles[1]  # the kernel whose bits the tile must have
     constants = {
         "HEADS": kind.heads,
         "CACHE": cache,
@@ -150,6 +153,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
             block_segments=tile.block_segments,
             lookahead=tile.lookahead,
             max_merged=MAX_MERGED,
+            ordered=shape == ORDERED,
             spread=tile.spread,
         ),
         "MODE": Mode(

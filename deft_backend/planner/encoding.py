@@ -1,7 +1,7 @@
 """The values in the arrays of a plan, as both planners write them and the kernels read them."""
 
-ITEM_ORDER = (1, 0, 2)
-"""Tile shapes in the order in which their items lie in a plan: large tile, small tile, masked tile.
+ITEM_ORDER = (1, 3, 0, 2)
+"""Tile shapes in the order in which their items lie in a plan: large, ordered, small, masked tile.
 On Hopper, the launch after the large tiles starts only when each of their programs has looked for
 its first item. So items of the large tile come first, and its kernel finds them without `tile_ptr`.
 """

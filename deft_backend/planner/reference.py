@@ -207,7 +207,7 @@ def _list_items(grouping: Grouping, target: Target) -> _Items:
     # A tile's segments are neighbours: every so many of them begin an item.
     of_tile = np.bincount(owner, minlength=len(group))
     number = concatenated_ranges(np.zeros_like(of_tile), of_tile)
-    begins = number % np.array(target.tile_segments)[shape[owner]] == 0
+    begins = number % np.array((*target.tile_segments, 1))[shape[owner]] == 0
     at = owner[begins]  # the tile of each item
     item = np.cumsum(begins) - 1
     tokens = np.bincount(item, weights=(grouping.end - grouping.start)[segment], minlength=len(at))

@@ -27,6 +27,7 @@ from deft_backend.policies.grouping import Grouping, Int64Array, concatenated_ra
 from deft_backend.policies.policy import ABSOLUTE, CHUNK, PARTS, PER_OCTAVE, Policy, Rules
 from deft_backend.policies.target import Limits, PolicyError, Target, check_limits
 from deft_backend.settings.policy_names import INVARIANT
+from deft_backend.shapes import ORDERED
 
 LONGER_FROM = 42_000
 """Tokens up to which short chunks pay if a chunk costs a query as much as a part; fitted to
@@ -58,8 +59,9 @@ class Invariant(Policy):
 
     - A request's length alone tells its chunks, and so its partial results.
     - A request's last chunk takes the small tile, if the tile holds a query. All other chunks take
-      the large tile, however many requests read them. Within a tile shape, the bits of a row depend
-      neither on its place nor on other rows.
+      the large tile or the ordered tile, a small one whose blocks and sums have the large tile's
+      order: both give the same bits, so the number of requests may choose. Within a tile shape, the
+      bits of a row depend neither on its place nor on other rows.
     - Partial results merge in the order of chunks, and their number tells how.
 
     The head shape, the KV cache's dtype and the GPU decide `short_tokens` (:meth:`for_target`), so
@@ -192,7 +194,8 @@ class Invariant(Policy):
         items = int(np.where(is_last, 1, -(-held // target.largest_tile)).sum())
         check_limits(self.name, Limits(items, int(held.sum()), segments=items), target)
         grouping = groups_of(ranges, of, start, stop, is_last)
-        return replace(grouping, least_shape=np.where(is_last, 0, 1))
+        few = held <= target.ordered_queries(forest.batch_size)
+        return replace(grouping, least_shape=np.where(is_last, 0, np.where(few, ORDERED, 1)))
 
     def _in_whole_chunks(self, forest: PrefixForest) -> PrefixForest:
         """The forest in which requests share whole chunks only, and never their last tokens."""

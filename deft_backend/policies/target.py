@@ -58,6 +58,9 @@ class Target:
     block_tokens: int = 64  # tokens of a KV block, in which chunks are counted
     tile_blocks: tuple[int, ...] = TILE_BLOCKS
     """Tokens that the kernel of each tile shape reads at a time."""
+    ordered_height: int = 0
+    """Query vectors that the ordered tile holds, which `invariant` alone uses; 0: there is none."""
+    ordered_from: int = 0  # queries of the smallest batch that it pays for
     limits: Limits = UNLIMITED  # what the plan's arrays can hold
     query_tokens: int = 1
     query_blocks: int = 1
@@ -77,6 +80,10 @@ class Target:
             if queries <= most:
                 return (programs, *self.tile_programs[1:])
         return self.tile_programs
+
+    def ordered_queries(self, queries: int) -> int:
+        """Queries that the ordered tile serves in a batch of so many; 0: the batch has none."""
+        return self.ordered_height // self.query_vectors if queries >= self.ordered_from else 0
 
     @property
     def gqa_group(self) -> int:

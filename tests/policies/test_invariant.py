@@ -15,6 +15,7 @@ from deft_backend.attention.reference_attention import reference_attention, rela
 from deft_backend.compile.triton_kernel import interpreted_copy
 from deft_backend.costs.tables import GpuFacts, shipped_for
 from deft_backend.forest import forest_from_page_tables
+from deft_backend.kernels import configurations
 from deft_backend.planner.on_device import tiles
 from deft_backend.policies import Invariant, PolicyError, Target, invariant
 from strategies import batches
@@ -134,6 +135,7 @@ def attention_of():
     patched.setattr(invariant, "CHUNK", C)
     patched.setattr(interpreted_copy(tiles), "CHUNK", tl.constexpr(C))
     patched.setattr(Invariant, "for_target", lambda target: Invariant(2 * C))
+    patched.setattr(configurations, "ORDERED_FROM", 3)  # batches here are small
     made = {}
 
     def attention_of(max_batch=12, **changes):

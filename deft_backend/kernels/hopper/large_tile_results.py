@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from deft_backend.kernels.hopper.eight_bits import as_operand
 from deft_backend.kernels.hopper.large_tile_copies import arrived, read_rows
-from deft_backend.kernels.hopper.parts import larger, plus, show_operands, sink_weight
+from deft_backend.kernels.hopper.parts import (
+    larger,
+    plus,
+    show_operands,
+    sink_weight,
+    weights_of,
+)
 from deft_backend.kernels.hopper.versions import (
     barrier,
     gl,
@@ -48,7 +54,7 @@ def softmax(scores, maximum, factor, ROWS, COLUMNS, ROW):
     new_maximum = gl.maximum(maximum, gl.convert_layout(highest, ROW) * factor)
     # A query vector that has seen no token keeps its maximum at -inf: avoid -inf - -inf.
     reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    weights = gl.exp2(scores * factor - reference[:, None])
+    weights = weights_of(scores, factor, reference[:, None])
     rescale = gl.exp2(maximum - reference)
     return weights, _thread_sum(weights, ROWS, COLUMNS), new_maximum, rescale
 
@@ -85,7 +91,7 @@ def settled(sums):
 def add_rescaled(total, rescale, added):
     """Sums by thread, with the sums of one more block added."""
     ROW: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-    return total * gl.convert_layout(rescale, ROW)[:, None] + added
+    return gl.fma(total, gl.convert_layout(rescale, ROW)[:, None], added)
 
 
 @jit

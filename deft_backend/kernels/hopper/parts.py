@@ -80,8 +80,19 @@ def capped(scores, scaling, SOFT_CAP):
         # tanh through exp: saturates to +-1 without overflow in either direction.
         LOG2_E: gl.constexpr = 1.4426950408889634
         doubled = gl.exp2(scores * (scaling.scale * 2.0 * LOG2_E / scaling.cap))
-        scores = (scaling.cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
+        cap = scaling.cap * LOG2_E
+        scores = gl.fma(-2.0 * cap, 1.0 / (doubled + 1.0), cap)
     return scores
+
+
+@jit
+def weights_of(scores, factor, reference):
+    """``2^(scores * factor - reference)``.
+
+    Each multiply-add is written as one. Otherwise the compiler would choose, and kernels whose bits
+    must be equal would round differently.
+    """
+    return gl.exp2(gl.fma(scores, factor, -reference))
 
 
 @jit

@@ -12,6 +12,9 @@ plain `small_tile`, and computes S^T and O^T likewise. What differs:
   it never waits for a load that has just begun.
 - One thread for each token reads its page id and turns it into an address.
 
+The *ordered tile* is this kernel with the large tile's blocks and the large tile's order of blocks
+and sums. A partial result of it has the large tile's bits.
+
 Addresses and strides of Q, K and V must be multiples of 16 bytes.
 """
 
@@ -43,6 +46,7 @@ from deft_backend.kernels.hopper.small_tile_results import (
     add_block,
     merge_results,
     no_tokens,
+    write_ordered,
     write_results,
 )
 from deft_backend.kernels.hopper.versions import barrier, gl, jit, wait_group
@@ -137,7 +141,11 @@ def hopper_small_tile_attention(
             wait_group(TILE.lookahead)
             barrier()
             q, k, v = buffers.q.index(q_now), keys_of(buffers, now), values_of(buffers, now)
-            block = Block(q, k, v, left)
+            here = left
+            if TILE.ordered:  # the block's number is that of the blocks behind it
+                behind = gl.maximum((left + TILE.block_tokens - 1) // TILE.block_tokens - 1, 0)
+                here = own.length - behind * TILE.block_tokens
+            block = Block(q, k, v, here)
             online = add_block(
                 online, block, tail, tensors, scaling, strides, HEADS, CACHE, TILE, MODE, LAYOUT
             )
@@ -154,7 +162,9 @@ def hopper_small_tile_attention(
                 buffers.maximum.store(online.maximum)
                 buffers.total.store(gl.reduce(online.total, 0, plus))
                 barrier()
-                if own.merged > 0:
+                if TILE.ordered:
+                    write_ordered(own, kv_head, place, buffers, tensors, plan, HEADS, TILE, LAYOUT)
+                elif own.merged > 0:
                     if MODE.overlapped:
                         gdc_wait()
                     merge_results(

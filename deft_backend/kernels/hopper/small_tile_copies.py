@@ -79,8 +79,11 @@ def _segment_of(item, tensors, strides):
 @jit
 def _positions(segment, block, TILE, LAYOUT):
     """Positions of a block's tokens. Past the end of the segment: its last token."""
-    offs_n = gl.arange(0, TILE.block_tokens, layout=LAYOUT.each)
-    return segment.start + gl.minimum(block * TILE.block_tokens + offs_n, segment.length - 1)
+    BLOCK_N: gl.constexpr = TILE.block_tokens
+    offs_n = gl.arange(0, BLOCK_N, layout=LAYOUT.each)
+    if TILE.ordered:  # from the end to the start
+        block = gl.maximum((segment.length + BLOCK_N - 1) // BLOCK_N - 1 - block, 0)
+    return segment.start + gl.minimum(block * BLOCK_N + offs_n, segment.length - 1)
 
 
 @jit

@@ -12,7 +12,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.hopper.eight_bits import keys_of, values_of
-from deft_backend.kernels.hopper.parts import capped, larger, places_of, plus, sees, sink_weight
+from deft_backend.kernels.hopper.parts import (
+    capped,
+    larger,
+    places_of,
+    plus,
+    sees,
+    sink_weight,
+    weights_of,
+)
 from deft_backend.kernels.hopper.versions import gl, jit, mma_v2, reinterpret
 from deft_backend.planner import encoding
 
@@ -21,7 +29,9 @@ class Online(NamedTuple):
     """The softmax of an item's tokens so far, for M query vectors."""
 
     maximum: Any  # [M]: each query vector's largest score, in base 2
-    total: Any  # [8, M]: sums of weights. Eight threads share a row, and each has a sum.
+    total: Any
+    """[8, M]: sums of weights. Eight threads share a row, and each has a sum; [4, M] in the ordered
+    tile, as four threads of the large tile have them."""
     acc: Any  # [D, M]: sums of values, weighted by ``2^(score - maximum)``
 
 
@@ -31,15 +41,23 @@ def no_tokens(HEADS, TILE, LAYOUT):
     BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
     HEAD_DIM: gl.constexpr = HEADS.dim
-    # A product's rows are those of eight threads in turn.
-    THREADS: gl.constexpr = gl.reshape(
-        gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LAYOUT.product), [BLOCK_N // 8, 8, BLOCK_M]
-    ).type.layout
+    no_weights = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LAYOUT.product)
     return Online(
         gl.full([BLOCK_M], float("-inf"), gl.float32, LAYOUT.column),
-        gl.zeros([8, BLOCK_M], gl.float32, gl.SliceLayout(0, THREADS)),
+        _thread_sums(no_weights, BLOCK_N, BLOCK_M, TILE),
         gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, LAYOUT.product),
     )
+
+
+@jit
+def _thread_sums(weights, BLOCK_N, BLOCK_M, TILE):
+    """`Online.total` of one block."""
+    if TILE.ordered:  # a token is a column in `large_tile_results._by_thread`
+        sums = gl.reshape(weights, [4, BLOCK_N // 32, 4, 2, BLOCK_M])
+        sums = gl.reduce(gl.reduce(gl.reduce(sums, 1, plus), 0, plus), 1, plus)
+    else:  # a product's rows are those of eight threads in turn
+        sums = gl.reduce(gl.reshape(weights, [BLOCK_N // 8, 8, BLOCK_M]), 0, plus)
+    return sums
 
 
 class Block(NamedTuple):
@@ -78,11 +96,11 @@ def add_block(online, block, tail, tensors, scaling, strides, HEADS, CACHE, TILE
     maximum = gl.maximum(online.maximum, gl.reduce(scores, 0, larger) * factor)
     # An empty range keeps its maximum at -inf: avoid -inf - -inf.
     reference = gl.where(maximum == float("-inf"), 0.0, maximum)
-    weights = gl.exp2(scores * factor - reference[None, :])
+    weights = weights_of(scores, factor, reference[None, :])
     rescale = gl.exp2(online.maximum - reference)
-    added = gl.reduce(gl.reshape(weights, [BLOCK_N // 8, 8, BLOCK_M]), 0, plus)
+    added = _thread_sums(weights, BLOCK_N, BLOCK_M, TILE)
     by_thread = gl.convert_layout(rescale, gl.SliceLayout(0, online.total.type.layout))
-    total = online.total * by_thread[None, :] + added
+    total = gl.fma(online.total, by_thread[None, :], added)
     values = values_of(block.v, DTYPE, EXPONENT_BITS, LAYOUT)
     weights = gl.convert_layout(weights.to(DTYPE), LAYOUT.right)
     acc = mma_v2(values, weights, online.acc * rescale[None, :])
@@ -287,3 +305,39 @@ def write_results(own, kv_head, place, buffers, tensors, plan, strides, HEADS, T
         lse = gl.where(total > 0.0, maximum + gl.log2(safe_total), float("-inf"))
         gl.store(tensors.partial.lse + slot_at, lse, mask=partial)
         gl.store(tensors.partial.scale + slot_at, largest * normal, mask=partial)
+
+
+@jit
+def write_ordered(own, kv_head, place, buffers, tensors, plan, HEADS, TILE, LAYOUT):
+    """Write the partial results of an ordered tile's queries as the large tile writes them.
+
+    `place` and `buffers` as in :func:`write_results`.
+    """
+    DTYPE: gl.constexpr = tensors.out.dtype.element_ty
+    PARTIAL: gl.constexpr = tensors.partial.out.dtype.element_ty
+    maximum = buffers.maximum.load(LAYOUT.copy_row)
+    sums = buffers.total.load(LAYOUT.copy_row)
+    acc = place.load(LAYOUT.copy)
+    empty = sums == 0.0
+    lse = gl.where(empty, float("-inf"), maximum + gl.log2(sums))
+    inverse = gl.where(empty, 0.0, 1.0 / sums)
+    largest = gl.full([TILE.height], 2.0, gl.float32, LAYOUT.copy_row)
+    if DTYPE != PARTIAL:
+        largest = gl.maximum(gl.reduce(gl.abs(acc), 1, larger) * inverse, 1.0e-30)
+
+    offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
+    offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.copy_dim)
+    query_of_row = offs_m // HEADS.vectors
+    there = query_of_row < own.queries
+    query = gl.load(plan.entry_query + own.entry + query_of_row, mask=there, other=0)
+    slot = gl.load(plan.entry_slot + own.entry + query_of_row, mask=there, other=0)
+    places = places_of(query, offs_m % HEADS.vectors, there, kv_head, tensors, HEADS)
+    slot_at = slot * (HEADS.num_kv * HEADS.vectors) + places.result
+    at = _in_elements(slot_at * (HEADS.dim // 8))
+    gl.store(
+        tensors.partial.out + at[:, None] + offs_d[None, :],
+        (acc * (inverse / largest)[:, None]).to(PARTIAL),
+        mask=places.there[:, None],
+    )
+    gl.store(tensors.partial.lse + slot_at, lse, mask=places.there)
+    gl.store(tensors.partial.scale + slot_at, largest, mask=places.there)

@@ -108,7 +108,7 @@ def _is_before(other, other_cut, range_, cut):
     return (other_rank > rank) | ((other_rank == rank) & earlier)
 
 
-@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
+@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block", "ordered_tile"])
 def measure_ranges(
     ranges: Ranges,
     chosen: Chosen,
@@ -119,6 +119,7 @@ def measure_ranges(
     small_tile,
     large_tile,
     block,
+    ordered_tile,
     estimate: Estimate,
     BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -133,7 +134,8 @@ def measure_ranges(
 
     The first ``ceil(batch / BLOCK)`` programs measure leaves, the others nodes. A program compares
     its ranges with LEAVES leaves at a time, and with NODES nodes. `block` is the length of a KV
-    block; by the rule ``absolute``, of the first chunks.
+    block; by the rule ``absolute``, of the first chunks. By that rule, ranges of up to
+    `ordered_tile` queries take the ordered tile, whose items follow the large tile's.
     """
     overlap(OVERLAPPED)
     leaf_programs = (batch + BLOCK - 1) // BLOCK
@@ -143,7 +145,7 @@ def measure_ranges(
         return
     count = tl.load(chosen.count)
     if CHUNKS == "absolute":
-        held, small_chunk, large_chunk = 0, block, block
+        held, small_chunk, large_chunk = ordered_tile, block, block
     else:
         held = small_tile
         small_chunk = _cheapest(candidates, 0, CANDIDATES)

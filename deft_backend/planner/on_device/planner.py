@@ -283,7 +283,7 @@ class DevicePlanner:
             if flattened:
                 self._write_flattened(tables, batch, work, limits)
                 return
-        columns = work.leaf_columns
+        columns, ordered = work.leaf_columns, target.ordered_queries(batch)
         if self._rules.chunks == ABSOLUTE:
             block = self._rules.chunk_tokens
             columns = min(columns, 256)  # the places of chunks take registers
@@ -295,14 +295,14 @@ class DevicePlanner:
             self._launch(PRICE_CHUNKS, warps.price_chunks, (work.candidates, 2), arguments)
         programs, chosen = 2 * -(-batch // work.ranges), (scratch.chosen, scratch.candidates)
         arguments = (scratch.ranges, *chosen, scratch.places, scratch.results, *size)
-        arguments = (*arguments, block, numbers.estimate)
+        arguments = (*arguments, block, ordered, numbers.estimate)
         constants = {"BLOCK": work.ranges, "LEAVES": columns, "NODES": work.node_columns}
         self._launch(MEASURE_RANGES, warps.measure_ranges, programs, arguments, **constants)
         programs = 1 + -(-batch // work.leaves) + min(batch, work.node_programs)
         arguments = (tables.table_rows, self._plan["segment_table"], scratch.order, scratch.chosen)
         arguments = (*arguments, scratch.ranges, scratch.places, scratch.results)
         arguments = (*arguments, self._plan.stage1, self._plan.stage2, scratch.counters, *size)
-        arguments = (*arguments, self._rules.chunk_tokens or block)
+        arguments = (*arguments, self._rules.chunk_tokens or block, ordered)
         constants = {"LEAVES": work.leaves, "WIDTH": work.width}
         self._launch(WRITE_PLAN, warps.write_plan, programs, arguments, **constants)
 

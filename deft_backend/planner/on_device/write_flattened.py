@@ -205,8 +205,9 @@ def _write_totals(choice, flat, items, counters, batch, BATCH, BLOCKS, COLUMNS, 
         entries += held * tl.load(tiles.queries + tile, mask=there, other=0)
         segments += of_tile
         loaded += tl.load(tiles.tokens + tile, mask=there, other=0)
-    counts = Counts(total(every), total(entries), total(large), total(single), total(segments))
-    write_counts(items, counts)
+    of_large = total(large)
+    ends = (of_large, of_large, total(single))
+    write_counts(items, Counts(total(every), total(entries), *ends, total(segments)))
     count_plan(counters, flat.ranges, total(loaded), batch, BATCH, BLOCKS, TIMED)
 
 

@@ -31,7 +31,8 @@ class Counts(NamedTuple):
     items: Any
     entries: Any
     large: Any  # items of the large tile
-    single: Any  # items of one segment: of the large tile and of the small tile
+    ordered: Any  # items of the large tile and of the ordered tile
+    single: Any  # items of one segment: of all tiles but the masked one
     segments: Any
 
 
@@ -48,7 +49,7 @@ class Written(NamedTuple):
     segment_table: Any
     batch: Any
     small_tile: Any
-    held: Any  # most queries of a range that takes the small tile
+    held: Any  # most queries of a range that takes the small tile, or the ordered tile
     large_tile: Any
     block: Any
 
@@ -152,7 +153,9 @@ def _write_node(number, slots, plan, BATCH, BLOCKS, WIDTH, CHUNKS):
         chunk = _in_turn(turn, range_, CHUNKS)
         from_query = tile * queries // tiles
         to_query = (tile + 1) * queries // tiles
-        span = tl.where(is_large, (to_query - from_query) << SPAN_SHIFT, 0)
+        span = (to_query - from_query) << SPAN_SHIFT
+        if CHUNKS != "absolute":
+            span = tl.where(is_large, span, 0)
         start, stop = _chunk_of(range_, chunk, plan.block, CHUNKS)
         entry = range_.entry + turn * queries + from_query
         item, there = range_.item + index, index < range_.num_chunks * tiles
@@ -238,7 +241,7 @@ def _count_items(plan, BATCH):
     is_large, tiles = tiles_of(queries, plan.held, plan.large_tile)
     items = tiles * num_chunks
     large, every = total(tl.where(is_large, items, 0)), total(items)
-    return Counts(every, total(queries * num_chunks), large, every, every)
+    return Counts(every, total(queries * num_chunks), large, large, every, every)
 
 
 @jit
@@ -248,8 +251,9 @@ def write_counts(items, counts):
     ARRIVALS: tl.constexpr = encoding.ARRIVALS
     tl.store(items.tile_ptr, 0)
     tl.store(items.tile_ptr + 1, counts.large)
-    tl.store(items.tile_ptr + 2, counts.single)
-    tl.store(items.tile_ptr + 3, counts.items)
+    tl.store(items.tile_ptr + 2, counts.ordered)
+    tl.store(items.tile_ptr + 3, counts.single)
+    tl.store(items.tile_ptr + 4, counts.items)
     tl.store(items.item_segment_ptr + counts.items, counts.segments)
     tl.store(items.item_query_ptr + counts.items, counts.entries)
     tl.store(items.arrivals + tl.arange(0, ARRIVALS), 0)
@@ -282,8 +286,9 @@ def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED
     counts = _count_items(plan, BATCH)
     if CHUNKS == "absolute":
         large = tl.where(small_tile < 1, counts.large + batch, counts.large)
+        ordered = tl.where(small_tile < 1, large, counts.items)
         every = counts.items + batch
-        counts = Counts(every, counts.entries + batch, large, every, every)
+        counts = Counts(every, counts.entries + batch, large, ordered, every, every)
     write_counts(plan.items, counts)
 
     # What the step reads, and what it would read query by query, in tokens.
@@ -296,7 +301,7 @@ def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED
     count_plan(counters, ranges, total(loaded), batch, BATCH, BLOCKS, TIMED)
 
 
-@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
+@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block", "ordered_tile"])
 def write_plan(
     table_rows_ptr,
     segment_table_ptr,
@@ -312,6 +317,7 @@ def write_plan(
     small_tile,
     large_tile,
     block,
+    ordered_tile,
     BATCH: tl.constexpr,
     BLOCKS: tl.constexpr,
     LEAVES: tl.constexpr,
@@ -325,7 +331,8 @@ def write_plan(
     The first program writes how much there is. The next ``ceil(batch / LEAVES)`` programs write
     leaves, the others nodes in turn. `segment_table` gets the page-table row of each segment.
     Chunks are whole KV blocks of `block` tokens. By the rule ``absolute``, the first chunks have
-    `block` tokens, and only a request's last chunk takes the small tile.
+    `block` tokens, a request's last chunk takes the small tile, and others that up to
+    `ordered_tile` queries read take the ordered tile.
     """
     if OVERLAPPED:
         gdc_wait()
@@ -340,7 +347,7 @@ def write_plan(
         segment_table_ptr,
         batch,
         small_tile,
-        0 if CHUNKS == "absolute" else small_tile,
+        ordered_tile if CHUNKS == "absolute" else small_tile,
         large_tile,
         block,
     )
