@@ -17,6 +17,7 @@ from deft_backend.forest import build_forest
 from deft_backend.kernels import Gpu, kernel_configuration
 from deft_backend.kernels.hopper import versions as gluon_versions
 from deft_backend.planner.on_device import SIZES
+from deft_backend.shapes import ORDERED
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 H100, A100 = Gpu.named("sm_90"), Gpu.named("sm_80")
@@ -50,11 +51,13 @@ class Resources(NamedTuple):
 def check_order(variant, gpu, ptx):
     """A kernel that may start early waits for the one before; all but the last let the next start.
 
-    Small tiles wait in two places: where they write results, and where they merge them.
+    Small tiles wait in two places: where they write results, and where they merge them. Ordered
+    tiles do not merge.
     """
+    ordered = variant.name == SMALL and dict(variant.constants)["TILE"].ordered
     expected = {
         "compare_rows": (0, 1),
-        **dict.fromkeys((SMALL, "small_tile_attention"), (2, 1)),
+        **dict.fromkeys((SMALL, "small_tile_attention"), (1 if ordered else 2, 1)),
         **dict.fromkeys(("reduce_partials", "write_plan", "write_flattened"), (1, 0)),
     }.get(variant.name, (1, 1))
     names = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
@@ -182,6 +185,19 @@ def test_tiles_fit_on_hopper(shape, step, kernels):
     found = launched(attention, **step)
     for name in kernels:
         check(found[name], tiles[name].programs)
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"heads": (32, 32), "dtype": torch.float16}, {"query_tokens": 2}],
+    ids=["32/8", "32/32", "drafts"],
+)
+def test_ordered_tiles_fit_on_hopper(shape):
+    attention = attention_of(policy="invariant", max_tokens=4096, **shape)
+    _, ordered, *_ = variants_of(attention)
+    assert dict(ordered.constants)["TILE"].ordered
+    check(ordered, tiles_of(attention)[ORDERED].programs)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,15 @@ def test_the_number_of_queries_decides_programs_and_merges():
     assert (one_way.reduce, one_way.few) == (found.few, found.few)
     bfloat16 = kernel_configuration(128, BFLOAT16, CPU, 4, of["gpu"])
     small, large, masked = bfloat16.tiles
-    assert bfloat16.one_way().tiles == (small, replace(large, programs_for_one_tile=None), masked)
+    *tiles, ordered = bfloat16.one_way().tiles
+    assert tiles == [small, replace(large, programs_for_one_tile=None), masked]
+    assert (ordered.height, ordered.block_tokens, ordered.lookahead) == (8, large.block_tokens, 1)
+    assert (ordered.programs_for(2, 2), ordered.max_registers) == (3 * 132, None)
+    # Other small tiles do not have the bits of the large tile.
+    others = [(128, {**of, "query_tokens": 4}), (128, of), (64, {"gpu": Gpu.named("sm_90")})]
+    others.append((128, {"gpu": Gpu.named("sm_80")}))
+    for head_dim, changes in others:
+        assert len(kernel_configuration(head_dim, BFLOAT16, CPU, 4, **changes).one_way().tiles) == 3
 
 
 def test_versions_of_triton(monkeypatch, caplog):

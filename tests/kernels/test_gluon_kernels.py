@@ -61,9 +61,12 @@ def use_gluon(attention, lookahead, programs, query_tokens=1):
     if small.height <= 16:  # the plain kernel runs taller small tiles, on a GPU too
         small = replace(small, block_tokens=block, lookahead=lookahead, programs=programs)
     changes = {"block_tokens": 64, "num_warps": 4, "programs": 3, "lookahead": lookahead}
-    large, masked = (replace(tile, **changes) for tile in others)
-    config = replace(shape.config, tiles=(small, replace(large, spread=True), masked))
-    attention._shapes[query_tokens] = shape._replace(config=config)
+    large, masked = (replace(tile, **changes) for tile in others[:2])
+    # Of `invariant`, in 16 bits: also in the smallest batches.
+    ordered = [replace(small, block_tokens=64, fewest_queries=1)] * len(others[2:])
+    config = replace(shape.config, tiles=(small, replace(large, spread=True), masked, *ordered))
+    target = replace(shape.target, ordered_from=1)
+    attention._shapes[query_tokens] = shape._replace(config=config, target=target)
 
 
 def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=300, **given):
@@ -104,6 +107,24 @@ def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=30
 
 POLICIES = ("auto", "fasttree", "deft-node", "deft-node-chunk", "flash-decoding")
 FLAGS = ("own_rows", "heads_first", "static_launch", "is_tree", "ragged", "scales_on_device")
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    requests=st.integers(1, 12),
+    query_tokens=st.sampled_from([1, 1, 2]),
+    page_size=st.sampled_from([1, 16]),
+    heads=st.sampled_from([(4, 1), (2, 2)]),
+    programs=st.integers(1, 9),
+    logit_cap=st.sampled_from([0.0, 5.0]),
+    on_device=st.booleans(),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    flags=st.fixed_dictionaries(dict.fromkeys(("heads_first", "static_launch"), st.booleans())),
+)
+def test_ordered_tiles(seed, requests, query_tokens, flags, **drawn):
+    """A GPU alone tells whether their bits are the large tile's: `benchmarks invariant` compares."""
+    check(seed, requests, query_tokens, policy="invariant", longest=1500, **flags, **drawn)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2])

@@ -295,6 +295,7 @@ def _language():
     gl.inline_asm_elementwise = _inlined
     gl.maximum, gl.minimum = _elementwise(np.maximum), _elementwise(np.minimum)
     gl.exp2, gl.log2, gl.abs = map(_elementwise, (np.exp2, np.log2, np.abs))
+    gl.fma = _elementwise(lambda a, b, c: (a * b + c).astype(np.float32))
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(
         np.full(shape, 0xFF if dtype.np == np.uint8 else np.nan, dtype=dtype.np)
     )
