@@ -45,9 +45,9 @@ def fault_of(
     segment_request, segment_start, segment_end, segment_span, *arrays = arrays
     entry_query, entry_slot, reduce_query, reduce_ptr = arrays
     rows, seq_lens, blocks = rows.tolist(), seq_lens.tolist(), target.query_blocks
-    tile_queries, tile_segments = target.tile_queries, target.tile_segments
-    requests = len(seq_lens)
+    requests, tile_segments = len(seq_lens), (*target.tile_segments, 1)
     batch = requests * blocks
+    tile_queries = (*target.tile_queries, target.ordered_queries(batch))
     lens = [length for length in seq_lens for _ in range(blocks)]  # of each query
     items = len(item_query_ptr) - 1
     # The change of how often a query attends to a token, at that token.
@@ -124,7 +124,7 @@ def fault_of(
                 from_slot = MERGES - slot
                 for at in range(from_slot, from_slot + merged):
                     # Earlier launches have written it: places are in the order of `order`, and
-                    # launches go from the masked and the large tile to the small tile.
+                    # launches of small tiles come last.
                     if at >= capacity or (slot_query[at] != query and slot_query[at] >= 0):
                         return f"a result is merged by another query, or too early ({item})"
                     merged_slot[at] += 1
@@ -152,7 +152,7 @@ def fault_of(
         written = 1 if slot_query[at] >= 0 else 0
         if merged_slot[at] != written:
             return f"a partial result is never merged ({at})"
-    # A small tile that merges reads results of large and masked tiles alone.
+    # A small tile that merges reads results of other tile shapes alone.
     small = ITEM_ORDER.index(0)
     for item in range(tile_ptr[small], tile_ptr[small + 1]):
         entry = item_query_ptr[item]

@@ -188,7 +188,7 @@ def counted_work(traces: Path) -> Any:
                 end = np.where(plan.segment_end == OPEN_END, lens, plan.segment_end)
                 parts = (end - plan.segment_start).astype(np.int64)
                 tokens = np.add.reduceat(parts, plan.item_segment_ptr[:-1])
-                height = np.array(target.tile_heights)[list(ITEM_ORDER)]
+                height = np.array([*target.tile_heights, 0])[list(ITEM_ORDER)]
                 products += int(np.repeat(height, np.diff(plan.tile_ptr)) @ tokens)
                 loaded, items = loaded + int(tokens.sum()), items + plan.num_items
                 results += plan.num_partials

@@ -17,7 +17,6 @@ from deft_backend.forest import build_forest
 from deft_backend.kernels import Gpu, kernel_configuration
 from deft_backend.kernels.hopper import versions as gluon_versions
 from deft_backend.planner.on_device import SIZES
-from deft_backend.shapes import ORDERED
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 H100, A100 = Gpu.named("sm_90"), Gpu.named("sm_80")
@@ -25,6 +24,7 @@ REGISTERS = 65536  # of an SM, a quarter of them for each of its schedulers
 RESERVED = 1024  # bytes of shared memory that a program takes beside its own
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALL, LARGE, MASKED = (f"hopper_{shape}_tile_attention" for shape in ("small", "large", "masked"))
+ORDERED = "the kernel of small tiles, as the ordered tile"
 
 needs_gluon = pytest.mark.skipif(
     not gluon_versions.available(), reason="kernels for another Triton"
@@ -51,15 +51,13 @@ class Resources(NamedTuple):
 def check_order(variant, gpu, ptx):
     """A kernel that may start early waits for the one before; all but the last let the next start.
 
-    Small tiles wait in two places: where they write results, and where they merge them. Ordered
-    tiles do not merge.
+    Small tiles wait in two places: where they write results, and where they merge them.
     """
-    ordered = variant.name == SMALL and dict(variant.constants)["TILE"].ordered
     expected = {
         "compare_rows": (0, 1),
-        **dict.fromkeys((SMALL, "small_tile_attention"), (1 if ordered else 2, 1)),
+        **dict.fromkeys((SMALL, "small_tile_attention"), (2, 1)),
         **dict.fromkeys(("reduce_partials", "write_plan", "write_flattened"), (1, 0)),
-    }.get(variant.name, (1, 1))
+    }.get(name_of(variant), (1, 1))
     names = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
     found = tuple(map(ptx.count, names))
     assert found == (expected if gpu.capability >= (9, 0) else (0, 0)), variant.name
@@ -82,6 +80,11 @@ def resources(variant, gpu):
     return Resources(registers, shared, found["STACK"], warps)
 
 
+def name_of(variant):
+    tile = dict(variant.constants).get("TILE")
+    return ORDERED if tile and tile.ordered else variant.name
+
+
 def attention_of(gpu=H100, *, heads=(32, 8), requests=16, **changes):
     usual = {"head_dim": 128, "dtype": torch.bfloat16, "page_size": 16, "max_batch": requests}
     usual |= {"num_query_heads": heads[0], "num_kv_heads": heads[1], "compiled_for": gpu}
@@ -90,7 +93,7 @@ def attention_of(gpu=H100, *, heads=(32, 8), requests=16, **changes):
 
 def launched(attention, **given):
     """What a step launches, by the kernel's name."""
-    return {variant.name: variant for variant in variants_of(attention, **given)}
+    return {name_of(variant): variant for variant in variants_of(attention, **given)}
 
 
 def variants_of(attention, *, several=False, sinks=False):
@@ -151,6 +154,7 @@ def test_kernels_on_hopper(head_dim, dtype, page_size):
 
 DRAFTS = {"query_tokens": 4}
 FLATTENED = {"policy": "deft-flatten"}
+INVARIANT = {"policy": "invariant", "max_tokens": 4096}
 
 
 @needs_gluon
@@ -158,6 +162,7 @@ FLATTENED = {"policy": "deft-flatten"}
     ("shape", "step", "kernels"),
     [
         *(({"heads": (8 * group, 8)}, {}, [SMALL]) for group in (1, 2, 3, 7, 8, 12)),
+        *(({**INVARIANT, "heads": (32, heads)}, {}, [SMALL, ORDERED]) for heads in (8, 32)),
         # Bits of trees and ragged batches.
         (DRAFTS, {"several": True}, [SMALL, LARGE]),
         ({"query_tokens": 8}, {"several": True}, [LARGE]),
@@ -179,25 +184,12 @@ FLATTENED = {"policy": "deft-flatten"}
 )
 def test_tiles_fit_on_hopper(shape, step, kernels):
     attention = attention_of(**shape)
-    tiles = dict(zip((SMALL, LARGE, MASKED), tiles_of(attention), strict=True))
+    tiles = dict(zip((SMALL, LARGE, MASKED, ORDERED), tiles_of(attention), strict=False))
     if shape.get("query_tokens", 1) > 1:  # blocks of 17 to 64 vectors run in the large tile only
         assert (tiles[SMALL].height, tiles[LARGE].height) == (16, 64)
     found = launched(attention, **step)
     for name in kernels:
         check(found[name], tiles[name].programs)
-
-
-@needs_gluon
-@pytest.mark.parametrize(
-    "shape",
-    [{}, {"heads": (32, 32), "dtype": torch.float16}, {"query_tokens": 2}],
-    ids=["32/8", "32/32", "drafts"],
-)
-def test_ordered_tiles_fit_on_hopper(shape):
-    attention = attention_of(policy="invariant", max_tokens=4096, **shape)
-    _, ordered, *_ = variants_of(attention)
-    assert dict(ordered.constants)["TILE"].ordered
-    check(ordered, tiles_of(attention)[ORDERED].programs)
 
 
 @pytest.mark.parametrize(

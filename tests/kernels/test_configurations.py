@@ -16,13 +16,9 @@ CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
 BFLOAT16 = torch.bfloat16
 
 SHARED = {
-    "sm_80": (164, 163),
-    "sm_86": (100, 99),
-    "sm_87": (164, 163),
-    "sm_89": (100, 99),
-    "sm_90": (228, 227),
-    "sm_100": (228, 227),
-    "sm_120": (100, 99),
+    **dict.fromkeys(("sm_80", "sm_87"), (164, 163)),
+    **dict.fromkeys(("sm_86", "sm_89", "sm_120"), (100, 99)),
+    **dict.fromkeys(("sm_90", "sm_100"), (228, 227)),
 }
 """KiB of shared memory of an SM, and most of a thread block: CUDA C++ Programming Guide, Table
 "Technical Specifications per Compute Capability"."""
@@ -89,11 +85,9 @@ def test_the_number_of_queries_decides_programs_and_merges():
     assert tiles == [small, replace(large, programs_for_one_tile=None), masked]
     assert (ordered.height, ordered.block_tokens, ordered.lookahead) == (8, large.block_tokens, 1)
     assert (ordered.programs_for(2, 2), ordered.max_registers) == (3 * 132, None)
-    # Other small tiles do not have the bits of the large tile.
-    others = [(128, {**of, "query_tokens": 4}), (128, of), (64, {"gpu": Gpu.named("sm_90")})]
-    others.append((128, {"gpu": Gpu.named("sm_80")}))
-    for head_dim, changes in others:
-        assert len(kernel_configuration(head_dim, BFLOAT16, CPU, 4, **changes).one_way().tiles) == 3
+    others = [(128, 4, Gpu.named("sm_80")), (128, 16, of["gpu"]), (64, 4, of["gpu"])]
+    others = [kernel_configuration(dim, BFLOAT16, CPU, *rest) for dim, *rest in others]
+    assert [len(each.one_way().tiles) for each in (found, *others)] == [3] * 4
 
 
 def test_versions_of_triton(monkeypatch, caplog):

@@ -112,6 +112,16 @@ def test_a_requests_last_absolute_chunk_is_its_own(private, shared):
     assert (max(ends, default=0), len(read_plan(plan).entry_query)) == (shared, 4)
 
 
+@pytest.mark.parametrize(("height", "ends"), [(4, [0, 1, 9, 11, 11]), (8, [0, 0, 9, 11, 11])])
+def test_items_of_the_ordered_tile_follow_the_large_tiles(height, ends):
+    """Two requests share a chunk that is shorter than those that each reads alone."""
+    batch = batch_of(regular_forest([1, 2], [512, 3000]))
+    target = replace(TARGET, ordered_height=height, ordered_from=2)
+    _, made = plans_of(batch, target, PlanCapacity(2, 32, 32, 32), policy=Invariant(512))
+    assert made.tile_ptr.tolist() == ends
+    check_plan(batch, made, target)
+
+
 @settings(deadline=None, max_examples=25)
 @given(short_tokens=st.sampled_from([512, 1536, 2048]), data=st.data())
 def test_absolute_chunks_begin_where_the_references_do(short_tokens, data):

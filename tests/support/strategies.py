@@ -68,7 +68,7 @@ def batches(draw, max_requests=12, page_size=None):
 
 
 targets = st.builds(
-    lambda heads, programs, block, tiles, ranges, fewer: Target(
+    lambda heads, programs, block, tiles, ranges, fewer, ordered: Target(
         num_query_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=64,
@@ -78,6 +78,8 @@ targets = st.builds(
         fewer_programs=tuple((most, count * programs) for most, count in fewer),
         tile_segments=(1, 1, ranges),
         block_tokens=block,
+        ordered_height=ordered,
+        ordered_from=3,
     ),
     heads=st.sampled_from([(4, 4), (8, 2), (8, 1), (12, 1)]),
     programs=st.sampled_from([1, 5, 33]),
@@ -86,6 +88,7 @@ targets = st.builds(
     tiles=st.sampled_from([(8, 64, 64), (16, 48, 32), (8, 24, 12)]),
     ranges=st.sampled_from([2, 32]),
     fewer=st.sampled_from([(), ((3, 1), (9, 2))]),
+    ordered=st.sampled_from([0, 8]),
 )
 
 
