@@ -23,6 +23,7 @@ from deft_backend.attention.reference_attention import reference_attention, rela
 from deft_backend.attention.tree_attention import TreeAttention
 from deft_backend.compile.variants import Variant, compiled_meanwhile, recorded
 from deft_backend.forest import forest_from_page_tables
+from deft_backend.kernels.configurations import ORDERED_FROM
 from deft_backend.policies import get_policy
 from deft_backend.settings.policy_names import DEFT_NODE
 
@@ -179,7 +180,7 @@ def _largest_error(
     """The largest relative error of a row of the output, and the row; 0 if nothing is compared."""
     device, dtype, heads = attention.device, attention.dtype, attention.num_query_heads
     tokens = case.query_tokens
-    requests = min(12, attention.max_batch)
+    requests = min(ORDERED_FROM, attention.max_batch)  # so many take every tile
     # A host may lay the pages of all layers together.
     page_bytes = tensors.k_cache.stride(0) * tensors.k_cache.itemsize
     fit = MOST_BYTES // page_bytes // requests * attention.page_size

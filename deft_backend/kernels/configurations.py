@@ -138,6 +138,7 @@ class KernelConfiguration:
         tiles = [small, replace(large, programs_for_one_tile=None), *others]
         # Tiles in Gluon, of a cache of 16 bits.
         on_hopper = small.lookahead > 0 and small.block_tokens == 16 and large.lookahead > 0
+        on_hopper = on_hopper and triton.__version__.startswith(gluon_versions.EQUAL_BITS)
         if small.height == 8 and (on_hopper or self.interpreted):
             ordered = replace(small, fewer_programs=(), fewest_queries=ORDERED_FROM)
             if on_hopper:

@@ -11,6 +11,7 @@ from typing import Any
 import triton
 
 __all__ = [
+    "EQUAL_BITS",
     "VERSIONS",
     "async_load",
     "available",
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Triton releases, major and minor, whose Gluon the kernels are tested with."""
+
+EQUAL_BITS = ("3.6.", "3.8.")
+"""Releases under which the ordered tile had the large tile's bits on a GPU (docs/results)."""
 
 try:
     from triton.experimental.gluon import constexpr_function, jit
