@@ -82,7 +82,7 @@ def resources(variant, gpu):
 
 def name_of(variant):
     tile = dict(variant.constants).get("TILE")
-    return ORDERED if tile and tile.ordered else variant.name
+    return ORDERED if getattr(tile, "ordered", False) else variant.name
 
 
 def attention_of(gpu=H100, *, heads=(32, 8), requests=16, **changes):
