@@ -63,11 +63,11 @@ class Shape:
 SHAPES = (
     Shape("bf16 32/8", "32/8"),
     Shape("fp16 32/32", "32/32", dtype=torch.float16),
-    Shape("drafts 4 32/8", "32/8", query_tokens=4),
+    Shape("drafts 2 32/8", "32/8", query_tokens=2),
     Shape("fp8 sinks 32/8", "32/8", kv_dtype=torch.float8_e4m3fn, has_sinks=True),
     Shape("head dim 256 16/8", "16/8", head_dim=256, dtype=torch.float16),
     Shape("head dim 64 28/4", "28/4", head_dim=64),
-    Shape("soft cap 16/1", "16/1", logit_cap=30.0),
+    Shape("soft cap 32/16", "32/16", logit_cap=30.0),
 )
 
 TIMES = {"bf16 32/8": ("32/8", "bf16"), "fp16 32/32": ("32/32", "fp16")}

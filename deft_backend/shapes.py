@@ -18,8 +18,9 @@ holds ``h`` query vectors, which are ``h // gqa_group`` queries. GQA groups of m
 heads need a higher small tile."""
 
 TILE_SEGMENTS = (1, 1, 32)
-"""Most segments of one item, for each tile shape. Items of small and large tiles have one segment,
-to which every query of the tile attends. Items of the masked tile have several and a span each."""
+"""Most segments of one item, for each tile shape but `ORDERED`, which has one. Items of small and
+large tiles have one segment, to which every query of the tile attends. Items of the masked tile
+have several and a span each."""
 
 ORDERED = 3
 """The tile shape of `invariant` alone that has a small tile's height and the large tile's bits."""

@@ -75,7 +75,7 @@ class QueryShapes(dict[int, QueryShape]):
             *heads, self._gpu, query_tokens=blocks.tokens, kv_dtype=shape.kv_dtype
         )
         if self._one_way:
-            config = config.one_way()
+            config = config.one_way(decode=query_tokens == 1)
         self[query_tokens] = QueryShape(blocks, config, target_of(config, shape, blocks))
         return self[query_tokens]
 

@@ -44,8 +44,7 @@ more even (docs/kernel-log.md)."""
 
 ORDERED_PROGRAMS, ORDERED_FROM = 3, 16
 """Programs of the ordered tile on an SM, and the smallest batch that has its items. Its blocks have
-64 tokens, which fill the SM's memory. In smaller batches the large tile is faster
-(docs/kernel-log.md)."""
+64 tokens, so three programs fill the SM's memory."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types. The kernels run float32 on the CPU only, for small models."""
@@ -128,9 +127,10 @@ class KernelConfiguration:
         """A cheap one: each launch looks its configuration up."""
         return hash((self.sms, self.overlapped, self.tiles[0].height, self.tiles[0].programs))
 
-    def one_way(self) -> KernelConfiguration:
-        """The configuration for plans of `invariant`, with the ordered tile if this device has one.
+    def one_way(self, *, decode: bool) -> KernelConfiguration:
+        """The configuration for plans of `invariant`.
 
+        It has the ordered tile where a GPU has shown its bits: in `decode`, of one query token.
         Small batches may have items of the large tile, too, and stage 2 merges as `few` says in
         every batch. So the bits of a query's output do not depend on the queries around it.
         """
@@ -139,7 +139,7 @@ class KernelConfiguration:
         # Tiles in Gluon, of a cache of 16 bits.
         on_hopper = small.lookahead > 0 and small.block_tokens == 16 and large.lookahead > 0
         on_hopper = on_hopper and triton.__version__.startswith(gluon_versions.EQUAL_BITS)
-        if small.height == 8 and (on_hopper or self.interpreted):
+        if decode and small.height == 8 and (on_hopper or self.interpreted):
             ordered = replace(small, fewer_programs=(), fewest_queries=ORDERED_FROM)
             if on_hopper:
                 programs = ORDERED_PROGRAMS * self.sms

@@ -76,20 +76,21 @@ def test_the_number_of_queries_decides_programs_and_merges(monkeypatch):
     assert replace(small, waves=2).programs_for(1, 132) == 2 * 4 * 132
     assert [found.reduce.blocks(heads) for heads in (1, 2, 3, 32)] == [1, 1, 2, 16]
     assert [found.few_queries(heads) for heads in (1, 32, 1056, 1057)] == [1056, 33, 1, 0]
-    one_way = found.one_way()
+    one_way = found.one_way(decode=True)
     assert (found.fixed_tiles, one_way.fixed_tiles) == (False, True)
     assert (one_way.reduce, one_way.few) == (found.few, found.few)
     bfloat16 = kernel_configuration(128, BFLOAT16, CPU, 4, of["gpu"])
     small, large, masked = bfloat16.tiles
-    *tiles, ordered = bfloat16.one_way().tiles
+    *tiles, ordered = bfloat16.one_way(decode=True).tiles
     assert tiles == [small, replace(large, programs_for_one_tile=None), masked]
     assert (ordered.height, ordered.block_tokens, ordered.lookahead) == (8, large.block_tokens, 1)
     assert (ordered.programs_for(2, 2), ordered.max_registers) == (3 * 132, None)
     others = [(128, 4, Gpu.named("sm_80")), (128, 16, of["gpu"]), (64, 4, of["gpu"])]
     others = [kernel_configuration(dim, BFLOAT16, CPU, *rest) for dim, *rest in others]
-    assert [len(each.one_way().tiles) for each in (found, *others)] == [3] * 4
+    assert [len(each.one_way(decode=True).tiles) for each in (found, *others)] == [3] * 4
+    assert len(bfloat16.one_way(decode=False).tiles) == 3
     monkeypatch.setattr(triton, "__version__", "3.9.0")  # where no GPU has shown the bits
-    assert len(bfloat16.one_way().tiles) == 3
+    assert len(bfloat16.one_way(decode=True).tiles) == 3
 
 
 def test_versions_of_triton(monkeypatch, caplog):

@@ -109,7 +109,7 @@ POLICIES = ("auto", "fasttree", "deft-node", "deft-node-chunk", "flash-decoding"
 FLAGS = ("own_rows", "heads_first", "static_launch", "is_tree", "ragged", "scales_on_device")
 
 
-@pytest.mark.parametrize("given", [{"heads": (2, 2)}, {"query_tokens": 2}, {"logit_cap": 5.0}])
+@pytest.mark.parametrize("given", [{"heads": (2, 2)}, {"sinks": torch.float32}, {"logit_cap": 5.0}])
 def test_ordered_tiles(given):
     """Only on a GPU can `benchmarks invariant` tell whether they have the large tile's bits."""
     check(7, 6, **given, policy="invariant", page_size=16, longest=1500)

@@ -197,7 +197,7 @@ def hopper_small_tile_attention(
 
     wait_group(0)
     if MODE.overlapped:
-        # The next launch waits for this one alone, so some program must wait for the large tile's.
-        # Of ordered tiles, only one does: the others leave their SMs to the next launch.
+        # The next launch waits for this one alone, so a program must wait for the launch before.
+        # Of the ordered tile's programs, the first does: the others leave their SMs.
         if (not TILE.ordered) | (gl.program_id(0) == 0):
             gdc_wait()
