@@ -96,8 +96,8 @@ def checked(
     try:
         tensors = tensors or HostTensors.plain(attention)
         # From `ordered_from` requests on, `invariant` reads most chunks with another tile.
-        most = [n for n in (REQUESTS, attention.target.ordered_from) if n]
-        error, row = max(_largest_error(attention, case, tensors, seed, n) for n in most)
+        counts = [n for n in (REQUESTS, attention.target.ordered_from) if n]
+        error, row = max(_largest_error(attention, case, tensors, seed, n) for n in counts)
     except Exception as failure:
         text = " ".join(str(failure).split()) or repr(failure)
         return Outcome(case, None, f"{type(failure).__name__}: {text[:200]}")
