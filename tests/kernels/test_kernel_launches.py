@@ -19,6 +19,7 @@ KERNELS = (
     configurations.PARTIAL_ATTENTION,
     configurations.SMALL_TILE,
     configurations.HOPPER_LARGE_TILE,
+    configurations.HOPPER_SMALL_TILE,
     configurations.REDUCE_PARTIALS,
 )
 TILES = (

@@ -114,7 +114,7 @@ def test_a_requests_last_absolute_chunk_is_its_own(private, shared):
 
 @pytest.mark.parametrize(("height", "ends"), [(4, [0, 1, 9, 11, 11]), (8, [0, 0, 9, 11, 11])])
 def test_items_of_the_ordered_tile_follow_the_large_tiles(height, ends):
-    """Two requests share a chunk that is shorter than those that each reads alone."""
+    """The chunk that two requests share is shorter than their own chunks."""
     batch = batch_of(regular_forest([1, 2], [512, 3000]))
     target = replace(TARGET, ordered_height=height, ordered_from=2)
     _, made = plans_of(batch, target, PlanCapacity(2, 32, 32, 32), policy=Invariant(512))

@@ -258,6 +258,17 @@ def merge_results(own, kv_head, place, buffers, tensors, strides, HEADS, TILE, M
 
 
 @jit
+def _entries_of(own, kv_head, tensors, plan, HEADS, TILE, LAYOUT):
+    """[M]: the slot of each query vector's entry, and its place."""
+    offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
+    query_of_row = offs_m // HEADS.vectors
+    there = query_of_row < own.queries
+    query = gl.load(plan.entry_query + own.entry + query_of_row, mask=there, other=0)
+    slot = gl.load(plan.entry_slot + own.entry + query_of_row, mask=there, other=0)
+    return slot, places_of(query, offs_m % HEADS.vectors, there, kv_head, tensors, HEADS)
+
+
+@jit
 def write_results(own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, MODE, LAYOUT):
     """Write the outputs or partial results of an item's queries.
 
@@ -266,13 +277,8 @@ def write_results(own, kv_head, place, buffers, tensors, plan, strides, HEADS, T
     """
     maximum = buffers.maximum.load(LAYOUT.copy_row)
     total = buffers.total.load(LAYOUT.copy_row)
-    offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
     offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.copy_dim)
-    query_of_row = offs_m // HEADS.vectors
-    in_tile = query_of_row < own.queries
-    query = gl.load(plan.entry_query + own.entry + query_of_row, mask=in_tile, other=0)
-    slot = gl.load(plan.entry_slot + own.entry + query_of_row, mask=in_tile, other=0)
-    places = places_of(query, offs_m % HEADS.vectors, in_tile, kv_head, tensors, HEADS)
+    slot, places = _entries_of(own, kv_head, tensors, plan, HEADS, TILE, LAYOUT)
     in_tile = places.there
     result = place.load(LAYOUT.copy)
 
@@ -325,13 +331,8 @@ def write_ordered(own, kv_head, place, buffers, tensors, plan, HEADS, TILE, LAYO
     if DTYPE != PARTIAL:
         largest = gl.maximum(gl.reduce(gl.abs(acc), 1, larger) * inverse, 1.0e-30)
 
-    offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
     offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.copy_dim)
-    query_of_row = offs_m // HEADS.vectors
-    there = query_of_row < own.queries
-    query = gl.load(plan.entry_query + own.entry + query_of_row, mask=there, other=0)
-    slot = gl.load(plan.entry_slot + own.entry + query_of_row, mask=there, other=0)
-    places = places_of(query, offs_m % HEADS.vectors, there, kv_head, tensors, HEADS)
+    slot, places = _entries_of(own, kv_head, tensors, plan, HEADS, TILE, LAYOUT)
     slot_at = slot * (HEADS.num_kv * HEADS.vectors) + places.result
     at = _in_elements(slot_at * (HEADS.dim // 8))
     gl.store(
