@@ -29,13 +29,14 @@ from deft_backend.hosts.vllm.factory import (
     outside_memory_pools,
     unsupported_server,
 )
-from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.group import GroupAttention, TreeGroup
 from deft_backend.hosts.vllm.layers import divide_layers
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.step import Picked, TreeStep, attach, is_attached, step_of
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION
+from deft_patches.vllm import left_graphs
 
 logger = logging.getLogger("deft_backend")
 
@@ -321,7 +322,10 @@ def shared_graphs(layers: LayerGroup, group: GroupAttention) -> GraphBatches | N
         return None
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     group.attention.skips_empty = True  # the host computes these rows, or they are padding
+    usual = config.compilation_config.max_cudagraph_capture_size or 0
     largest = largest_graph(config)
+    if largest > usual and isinstance(group, TreeGroup):
+        left_graphs.install(config, partial(leaves_graph, group, usual))
     logger.info("deft: CUDA graphs of all steps up to %d tokens, with prefills too (FULL)", largest)
     make = partial(GraphBatches, most, layers.device)
     return outside_memory_pools(make, layers.device) if can_sleep(config) else make()
@@ -335,6 +339,14 @@ def largest_graph(config: Any) -> int:
         sizes = [*USUAL_GRAPHS, *(size for size in LARGER_GRAPHS if size <= most)]
         graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, sizes[-1]
     return int(graphs.max_cudagraph_capture_size or 0)
+
+
+def leaves_graph(group: TreeGroup, usual: int, tokens: int) -> bool:
+    """Whether a step with prefills runs without a graph, as in vLLM without tree attention: if it
+    is larger than vLLM's `usual` graphs, and its requests share too little. The wait for the step
+    then divides into two gaps between tokens (docs/kernel-log.md).
+    """
+    return tokens > usual and group.shares_too_little(prefills=False) is not None
 
 
 def may_share_graphs(host: Any, config: Any) -> bool:

@@ -60,6 +60,8 @@ vllm.v1.attention.backend
 vllm.v1.worker.gpu.cudagraph_utils
     ModelCudaGraphManager.capture(model)
     ModelCudaGraphManager.run_fullgraph(desc)
+    ModelCudaGraphManager.dispatch(num_reqs, num_tokens, uniform_token_count) | >=0.33
+    BatchExecutionDescriptor(cg_mode, num_tokens, num_reqs) | >=0.33
 vllm.distributed.parallel_state
     {get_tp_group get_tensor_model_parallel_rank}
 vllm.vllm_flash_attn.flash_attn_interface

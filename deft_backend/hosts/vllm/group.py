@@ -202,13 +202,17 @@ class TreeGroup(GroupAttention):
         size = content.requests, self.query_tokens if content.verifies else 1
         if mixed and self.prefixes is None:
             return "steps with prefills are not split"
-        if self.prefixes is None or has_one_way(self.settings):
-            return None
         if capturing or (not mixed and size in self._captured):
             return None  # a replay costs the CPU nothing
+        return self.shares_too_little(prefills=mixed)
+
+    def shares_too_little(self, *, prefills: bool) -> str | None:
+        """What the function of this name returns for the requests that decode."""
+        if self.prefixes is None or has_one_way(self.settings):
+            return None
         saved = self.prefixes.shared_tokens * 2 * self.shape.num_kv_heads * self.shape.head_dim
         saved *= self.kv_dtype.itemsize
-        return shares_too_little(saved, self.tree_layers, self.costs, prefills=mixed)
+        return shares_too_little(saved, self.tree_layers, self.costs, prefills=prefills)
 
     def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
         query, kv_cache, output = tensors

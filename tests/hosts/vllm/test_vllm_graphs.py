@@ -6,12 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 import vllm_fakes as fakes
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.vllm import builder, group
+from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.step import step_of
 from deft_backend.hosts.vllm.versions import VLLM
+from deft_patches.vllm import left_graphs
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBuilder
 
@@ -213,16 +216,49 @@ def test_other_sizes_and_models_have_graphs_of_their_own(graph, monkeypatch):
     assert graph.layers.config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL
 
 
-def test_larger_graphs_follow_those_that_vllm_chose(monkeypatch):
+USUAL = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM 0.33, max_num_seqs >= 256
+
+
+def asking(monkeypatch, sizes):
+    """Layers, and their builder, of a server whose graphs have these sizes."""
     sharing(monkeypatch)
-    usual = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM 0.33, max_num_seqs >= 256
-    for sizes, largest in ((usual, 800), (usual[:-1], 496), ([8], 8)):
-        layers = fakes.tree_layers()
-        layers.config.scheduler_config.max_num_batched_tokens = 800
-        graphs = layers.config.compilation_config
-        graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, sizes[-1]
-        assert layers.builder(fakes.make_spec()).max_cudagraph_size == largest
-        assert graphs.max_cudagraph_capture_size == graphs.cudagraph_capture_sizes[-1] == largest
+    layers = fakes.tree_layers()
+    layers.config.scheduler_config.max_num_batched_tokens = 800
+    graphs = layers.config.compilation_config
+    graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, sizes[-1]
+    return layers, layers.builder(fakes.make_spec())
+
+
+@pytest.mark.parametrize(("sizes", "largest"), [(USUAL, 800), (USUAL[:-1], 496), ([8], 8)])
+def test_larger_graphs_follow_those_that_vllm_chose(sizes, largest, monkeypatch):
+    layers, built = asking(monkeypatch, sizes)
+    graphs = layers.config.compilation_config
+    assert built.max_cudagraph_size == graphs.max_cudagraph_capture_size == largest
+    assert graphs.cudagraph_capture_sizes[-1] == largest
+
+
+@pytest.mark.parametrize("own", [False, True])  # sizes that the user chose
+@pytest.mark.parametrize(
+    ("tokens", "uniform", "shared", "left"),
+    [(513, None, 0, True), (512, None, 0, False), (513, 1, 0, False), (513, None, 10**6, False)],
+)
+def test_large_steps_that_share_nothing_have_no_graph(
+    tokens, uniform, shared, left, own, monkeypatch
+):
+    """Steps with prefills, as in vLLM alone; steps that decode alone keep their graphs."""
+    monkeypatch.setattr(left_graphs, "_rules", {})
+    monkeypatch.setattr(CachedPrefixes, "shared_tokens", shared)
+    monkeypatch.setattr(ModelCudaGraphManager, "dispatch", lambda self, *sizes, **more: sizes)
+    layers, built = asking(monkeypatch, [*USUAL, 600] if own else USUAL)
+    built.deft_group.costs = SimpleNamespace(transfer_ms=float)
+    for config in (layers.config, fakes.make_config()):
+        manager = object.__new__(ModelCudaGraphManager)
+        manager.vllm_config = config
+        found = manager.dispatch(3, tokens, uniform, num_active_loras=0)
+        if left and not own and config is layers.config:
+            assert (found.cg_mode, found.num_tokens) == (CUDAGraphMode.NONE, tokens)
+        else:
+            assert found == (3, tokens, uniform)
 
 
 def test_graphs_of_all_steps_are_asked_of_servers_that_were_tried(monkeypatch):

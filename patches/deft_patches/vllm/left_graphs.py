@@ -1,0 +1,44 @@
+"""Run some steps with prefills without a graph, although a graph of their size was captured.
+
+Changes, on ``ModelCudaGraphManager`` of model runner V2 (vLLM 0.33), for servers with a rule:
+    ``dispatch`` answers as if a step had no graph, if it prefills and the rule leaves its graph.
+Why: tree attention asks for graphs of larger steps than vLLM does, and only the CPU knows before a
+    step whether its requests share anything.
+Harmless to managers without a rule: the wrapper only calls the host's method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from deft_patches.wrapping import wrap
+
+_rules: dict[int, Callable[[int], bool]] = {}  # by the id of the server's configuration
+
+
+def install(vllm_config: Any, leaves: Callable[[int], bool]) -> None:
+    """Give a server a rule: whether a step of so many tokens, some of prompts, has no graph."""
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    wrap(ModelCudaGraphManager, "dispatch", _dispatch)
+    _rules.clear()  # a process serves one configuration
+    _rules[id(vllm_config)] = leaves
+
+
+def _dispatch(
+    original: Callable[..., Any],
+    manager: Any,
+    num_reqs: int,
+    num_tokens: int,
+    uniform_token_count: int | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    leaves = _rules.get(id(manager.vllm_config))
+    if leaves is not None and uniform_token_count is None and leaves(num_tokens):
+        return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs)
+    return original(manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
