@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +14,12 @@ from rich.console import Console
 
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.e2e.command import listed, typed_command
-from benchmarks.kernel.kernel_rows import Row, averaged, line_of, merged, read_rows
+from benchmarks.kernel.kernel_rows import Row, averaged, line_of
 from benchmarks.kernel.measure_case import DTYPES, KV_DTYPES, DeviceLost, Setup, measure
 from benchmarks.kernel.methods import METHODS, OURS, make_method
 from benchmarks.kernel.methods.ours import PLANNERS, Ours
 from benchmarks.kernel.sets import Spec, chosen, set_names
-from benchmarks.kernel.tree_workloads import Case, WorkloadChoiceError, cases_of, parse_heads
+from benchmarks.kernel.tree_workloads import WorkloadChoiceError, cases_of, parse_heads
 from benchmarks.row_files import RowsError, driver, write_rows
 from deft_backend.cli.errors import fail, reported, say, stderr
 from deft_backend.files.provenance import provenance
@@ -59,10 +59,14 @@ def kernel(
             "page_size=16 layout policy planner=device kernels_of=sm_80 peers=fa3 seed steps.",
         ),
     ] = None,
-    part: Annotated[
-        str | None,
-        typer.Option(metavar="I/N", help="Measure only every Nth case, starting with the Ith."),
-    ] = None,
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes that prepare and check cases side by side; each is timed alone. "
+            "Every process holds a case in the GPU's memory.",
+        ),
+    ] = 1,
     quick: Annotated[
         bool,
         typer.Option(
@@ -100,13 +104,13 @@ def kernel(
             for name, reason in setup.unavailable.items():
                 say(console, f"without {name}: {reason}")
             cases = cases_of(workloads, [parse_heads(text) for text in spec.heads], spec.page_size)
-            cases = chosen_part(cases, part)
             header = header_of(spec, setup)
             alone = bool(spec.place) or spec.name == "policies"
             kind = "policies" if spec.name == "policies" else "kernel"
             name = f"papers-{spec.name}" if spec.place else f"{kind}-{_gpu(where)}"
             path, before = folder / f"{name}.json", [] if alone else rows
-            mine = record(spec, cases, setup, header, path, before, console)
+            measured = measure(cases, setup, processes)
+            mine = record(spec, measured, header, path, before, console)
             rows = rows if spec.place else [*rows, *mine]
             failed += failures(mine)
     say(console, f"rows    {folder}")
@@ -118,8 +122,7 @@ def kernel(
 
 def record(
     spec: Spec,
-    cases: Sequence[Case],
-    setup: Setup,
+    measured: Iterable[Row],
     header: dict[str, Any],
     path: Path,
     before: Sequence[Row],
@@ -134,7 +137,7 @@ def record(
 
     write()
     try:
-        for row in measure(cases, setup):
+        for row in measured:
             rows.append(row)
             write()
             say(console, line_of(row))
@@ -203,16 +206,6 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def chosen_part(cases: list[Case], part: str | None) -> list[Case]:
-    """Every Nth case from the Ith on, for a `part` of ``I/N``."""
-    if part is None:
-        return cases
-    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
-    if found is None or int(found[1]) > int(found[2]):
-        raise fail(f"--part is {part!r}; expected I/N such as 1/3, I from 1 to N")
-    return cases[int(found[1]) - 1 :: int(found[2])]
-
-
 def _device(device: str, quick: bool) -> torch.device:
     """Refuse to time anything on a machine without an NVIDIA GPU."""
     if device not in ("cuda", "cpu"):
@@ -234,15 +227,6 @@ def _gpu(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found = re.search(r"\b[A-Z]+\d+\w*", name.upper().replace("NVIDIA", ""))
     return found.group().lower() if found else name.split()[-1].lower()
-
-
-def kernel_merge(
-    files: Annotated[list[Path], typer.Argument(help="Files of rows, such as of each --part.")],
-    out: Annotated[Path, typer.Option(help="JSON file to write.")],
-) -> None:
-    """Merge the rows of several runs into one file. Later rows replace earlier ones."""
-    rows, header = merged([(path, *read_rows(path)) for path in files])
-    write_rows(out, rows, header)
 
 
 def kernel_sets() -> None:

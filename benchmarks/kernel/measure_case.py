@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -17,6 +21,7 @@ from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.sets import Spec
 from benchmarks.kernel.tree_workloads import Case
+from benchmarks.kernel.turns import Turns
 from deft_backend.attention.reference_attention import relative_error
 from deft_backend.tools.tuning.measure import captured, launch_us
 
@@ -54,15 +59,35 @@ class Setup:
     unavailable: dict[str, str]
 
 
-def measure(cases: Sequence[Case], setup: Setup) -> Iterator[Row]:
+_turns: Turns | None = None  # between the processes of :func:`measure`
+
+
+def measure(cases: Sequence[Case], setup: Setup, processes: int = 1) -> Iterator[Row]:
     """Yield one row for each case, in order.
+
+    Several `processes` prepare and check cases side by side; each method is timed alone.
 
     Raises DeviceLost if a method left the device unusable.
     """
-    for case in cases:
-        yield measure_case(case, setup)
+    if processes == 1:
+        yield from map(_measured, cases, repeat(setup))
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, _begin, (Turns(spawn),)) as pool:
+        yield from pool.map(_measured, cases, repeat(setup))
+
+
+def _begin(turns: Turns) -> None:
+    global _turns
+    _turns = turns
+
+
+def _measured(case: Case, setup: Setup) -> Row:
+    with nullcontext() if _turns is None else _turns.shared():
+        row = measure_case(case, setup)
         if setup.device.type == "cuda":
             torch.cuda.empty_cache()
+    return row
 
 
 def measure_case(case: Case, setup: Setup) -> Row:
@@ -91,6 +116,7 @@ def measure_case(case: Case, setup: Setup) -> Row:
         skipped=dict(setup.unavailable),
         facts={},
         repeatable=None,
+        plan_us=None,
         query_tokens=inputs.query_tokens,
         mask="chain" if inputs.ancestors is None else "tree",
         kv_dtype=spec.dtype if spec.kv_dtype == SAME else spec.kv_dtype,
@@ -120,14 +146,20 @@ def _measure_method(
             launch()
             row["repeatable"] = torch.equal(out, first)
         if setup.device.type == "cuda":
-            row["us"][name] = round(launch_us(launch, setup.rep_ms), 3)
+            row["us"][name] = round(_alone_us(launch, setup), 3)
             if name == OURS and prepared.plan is not None:
-                row["plan_us"] = round(launch_us(captured(prepared.plan)[0], setup.rep_ms), 2)
+                row["plan_us"] = round(_alone_us(captured(prepared.plan)[0], setup), 2)
     except Refused as reason:
         row["skipped"][name] = str(reason)
     except Exception as failure:  # another package's kernel may raise anything; the run continues
         row["skipped"][name] = f"failed: {type(failure).__name__}: {failure}".splitlines()[0][:200]
         _still_there(setup.device, name, failure)
+
+
+def _alone_us(launch: Callable[[], object], setup: Setup) -> float:
+    torch.cuda.synchronize(setup.device)
+    with nullcontext() if _turns is None else _turns.alone():
+        return launch_us(launch, setup.rep_ms)
 
 
 def _launcher(prepared: Prepared, setup: Setup) -> tuple[Callable[[], object], torch.Tensor]:

@@ -57,8 +57,8 @@ class TreeBuilder:
     host: ClassVar[Any]  # the host's backend that tree attention surrounds
 
     deft_group: GroupAttention | None
-    deft_rest: RestBuilder | None  # for mixed steps, if these may be split
-    deft_batches: GraphBatches | None  # for graphs that hold both attentions, if there may be any
+    deft_rest: RestBuilder | None = None  # for mixed steps, if these may be split
+    deft_batches: GraphBatches | None = None  # for graphs that hold both attentions, if any may
     reorder_batch_threshold: int | None
 
     def __init__(
@@ -69,8 +69,6 @@ class TreeBuilder:
             self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device)
         )
         group = self.deft_group = create_group(layers)
-        self.deft_rest = None
-        self.deft_batches = None
         # FLASH_ATTN's builder schedules ahead for FlashAttention-3, and for no other version.
         if group is not None and getattr(self, "aot_schedule", False):
             self.deft_batches = shared_graphs(layers, group)
@@ -324,8 +322,11 @@ def shared_graphs(layers: LayerGroup, group: GroupAttention) -> GraphBatches | N
     group.attention.skips_empty = True  # the host computes these rows, or they are padding
     usual = config.compilation_config.max_cudagraph_capture_size or 0
     largest = largest_graph(config)
-    if largest > usual and isinstance(group, TreeGroup):
-        left_graphs.install(config, partial(leaves_graph, group, usual))
+    if largest > usual:
+        # Steps that vLLM alone runs without a graph run so if their requests share too little: the
+        # wait for a step then divides into two gaps between tokens (docs/kernel-log.md).
+        shares_too_little = partial(cast(TreeGroup, group).shares_too_little, prefills=False)
+        left_graphs.install(config, lambda tokens: tokens > usual and bool(shares_too_little()))
     logger.info("deft: CUDA graphs of all steps up to %d tokens, with prefills too (FULL)", largest)
     make = partial(GraphBatches, most, layers.device)
     return outside_memory_pools(make, layers.device) if can_sleep(config) else make()
@@ -339,14 +340,6 @@ def largest_graph(config: Any) -> int:
         sizes = [*USUAL_GRAPHS, *(size for size in LARGER_GRAPHS if size <= most)]
         graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, sizes[-1]
     return int(graphs.max_cudagraph_capture_size or 0)
-
-
-def leaves_graph(group: TreeGroup, usual: int, tokens: int) -> bool:
-    """Whether a step with prefills runs without a graph, as in vLLM without tree attention: if it
-    is larger than vLLM's `usual` graphs, and its requests share too little. The wait for the step
-    then divides into two gaps between tokens (docs/kernel-log.md).
-    """
-    return tokens > usual and group.shares_too_little(prefills=False) is not None
 
 
 def may_share_graphs(host: Any, config: Any) -> bool:

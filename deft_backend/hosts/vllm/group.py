@@ -207,7 +207,7 @@ class TreeGroup(GroupAttention):
         return self.shares_too_little(prefills=mixed)
 
     def shares_too_little(self, *, prefills: bool) -> str | None:
-        """What the function of this name returns for the requests that decode."""
+        """The function of this name for the requests that decode."""
         if self.prefixes is None or has_one_way(self.settings):
             return None
         saved = self.prefixes.shared_tokens * 2 * self.shape.num_kv_heads * self.shape.head_dim

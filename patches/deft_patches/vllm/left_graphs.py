@@ -2,8 +2,7 @@
 
 Changes, on ``ModelCudaGraphManager`` of model runner V2 (vLLM 0.33), for servers with a rule:
     ``dispatch`` answers as if a step had no graph, if it prefills and the rule leaves its graph.
-Why: tree attention asks for graphs of larger steps than vLLM does, and only the CPU knows before a
-    step whether its requests share anything.
+Why: tree attention asks for larger graphs than vLLM, and only the CPU knows what requests share.
 Harmless to managers without a rule: the wrapper only calls the host's method.
 """
 
