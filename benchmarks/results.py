@@ -113,7 +113,7 @@ def draw_page(folder: Path) -> str:
             columns = ("record", *section.columns.split("|"))
             parts.append(f"## {section.title}\n\n{_table(columns, lines)}")
     records = (_record_line(group) for group in _grouped(runs, lambda run: run.name).values())
-    columns = ("record", "GPU", "dates", "commits", "versions")
+    columns = ("record", "GPU", "commits", "versions")
     parts.append(f"## Every record\n\n{_table(columns, records)}")
     return "\n".join(parts)
 
@@ -187,12 +187,10 @@ def _record_line(runs: Sequence[Run]) -> Line:
         ]
 
     versions = installed("sglang", "vllm") or installed("triton")
-    dates = sorted(str(_first(run.header, "date") or "")[:10] for run in runs)
     commits = [str(_first(run.header, "commit") or "–").split()[0][:8] for run in runs]
     return (
         f"[{runs[0].name}]({runs[0].name}.json)",
         ", ".join(dict.fromkeys(run.gpu for run in runs)),
-        "–".join(dict.fromkeys((dates[0], dates[-1]))),
         ", ".join(dict.fromkeys(commits)),
         ", ".join(dict.fromkeys(versions)) or "–",
     )
