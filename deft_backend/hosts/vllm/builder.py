@@ -73,9 +73,7 @@ class TreeBuilder:
         if group is not None and getattr(self, "aot_schedule", False):
             self.deft_batches = shared_graphs(layers, group)
         if self.deft_batches is not None:
-            # FLASH_ATTN's builder keeps this number, to tell batches of graphs from others.
-            largest = vllm_config.compilation_config.max_cudagraph_capture_size
-            cast(Any, self).max_cudagraph_size = largest
+            cast(Any, self).max_cudagraph_size = server_of(vllm_config).usual_graph
         if group is not None and group.prefixes is not None:
             arguments = (kv_cache_spec, layer_names, vllm_config, device)
             self.deft_rest = RestBuilder(self.host, self, arguments)
@@ -144,8 +142,13 @@ class TreeBuilder:
         rows = rows if reason is None else 0
 
         def of_host(**changes: Any) -> Any:
-            batch = common.replace(max_query_len=longest, **changes)
-            return self._host().build(0, batch, *args, **kwargs)
+            batch, builder = common.replace(max_query_len=longest, **changes), cast(Any, self)
+            # By this number of tokens, FLASH_ATTN's builder tells batches of graphs from others.
+            usual, builder.max_cudagraph_size = builder.max_cudagraph_size, longest
+            try:
+                return self._host().build(0, batch, *args, **kwargs)
+            finally:
+                builder.max_cudagraph_size = usual
 
         step = None
         if requests < group.settings.min_batch:
@@ -320,8 +323,9 @@ def shared_graphs(layers: LayerGroup, group: GroupAttention) -> GraphBatches | N
         return None
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     group.attention.skips_empty = True  # the host computes these rows, or they are padding
-    usual = config.compilation_config.max_cudagraph_capture_size or 0
-    largest = largest_graph(config)
+    if server.usual_graph is None:
+        server.usual_graph = config.compilation_config.max_cudagraph_capture_size or 0
+    usual, largest = server.usual_graph, largest_graph(config)
     if largest > usual:
         # Steps that vLLM alone runs without a graph run so if their requests share too little: the
         # wait for a step then divides into two gaps between tokens (docs/kernel-log.md).

@@ -132,6 +132,7 @@ class RestBuilder:
     def __init__(self, host: Any, first: Any, arguments: tuple[Any, ...]) -> None:
         self._first = first
         self.builder = host.get_builder_cls()(*arguments)
+        self.builder.max_cudagraph_size = 0  # FLASH_ATTN: no graph holds these batches
 
     def build(self, content: Content, common: Any, **options: Any) -> Any:
         from vllm.v1.worker.ubatch_utils import UBatchSlice, _make_metadata_with_slice

@@ -25,19 +25,12 @@ def install(vllm_config: Any, leaves: Callable[[int], bool]) -> None:
     _rules[id(vllm_config)] = leaves
 
 
-def _dispatch(
-    original: Callable[..., Any],
-    manager: Any,
-    num_reqs: int,
-    num_tokens: int,
-    uniform_token_count: int | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _dispatch(original: Callable[..., Any], manager: Any, *sizes: Any, **named: Any) -> Any:
+    """`sizes`: requests, tokens, and the tokens of each request if these are equal."""
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
     leaves = _rules.get(id(manager.vllm_config))
-    if leaves is not None and uniform_token_count is None and leaves(num_tokens):
-        return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs)
-    return original(manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+    if leaves is not None and len(sizes) == 3 and sizes[2] is None and leaves(sizes[1]):
+        return BatchExecutionDescriptor(CUDAGraphMode.NONE, sizes[1], sizes[0])
+    return original(manager, *sizes, **named)

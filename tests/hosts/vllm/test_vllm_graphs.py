@@ -168,11 +168,14 @@ def test_a_graph_of_too_few_requests_is_the_hosts(monkeypatch):
 
 @pytest.mark.parametrize("least", [2, REQUESTS + 1])
 def test_the_hosts_schedule_is_that_of_the_captured_kernel(least, monkeypatch):
-    """Of one prompt of all tokens, whatever the batch holds, and whether trees take part."""
-    longest, build = [], PlainCpuBuilder.build
+    """Of one prompt of all tokens, whatever the batch holds, and whether trees take part.
+
+    FLASH_ATTN splits KV alike up to ``max_cudagraph_size``: without a graph, as in vLLM alone.
+    """
+    found, build = [], PlainCpuBuilder.build
 
     def seen(self, common_prefix_len, common, **options):
-        longest.append(common.max_query_len)
+        found.append((common.max_query_len, self.max_cudagraph_size))
         return build(self, common_prefix_len, common, **options)
 
     monkeypatch.setattr(PlainCpuBuilder, "build", seen)
@@ -181,7 +184,9 @@ def test_the_hosts_schedule_is_that_of_the_captured_kernel(least, monkeypatch):
     graph = Graph()
     for queries in ([1, 1, 1], [1, 1, 12]):
         graph.build(padded([40, 37, 33], queries))
-    assert longest == [TOKENS] * 3
+    assert found == [(TOKENS, TOKENS)] * 3
+    graph.builder.build(0, fakes.Batch([40, 37], shared=2).common())
+    assert found[3:] == [(1, 0)]  # no size is among vLLM's own
 
 
 def test_other_sizes_and_models_have_graphs_of_their_own(graph, monkeypatch):
@@ -233,8 +238,9 @@ def asking(monkeypatch, sizes):
 def test_larger_graphs_follow_those_that_vllm_chose(sizes, largest, monkeypatch):
     layers, built = asking(monkeypatch, sizes)
     graphs = layers.config.compilation_config
-    assert built.max_cudagraph_size == graphs.max_cudagraph_capture_size == largest
-    assert graphs.cudagraph_capture_sizes[-1] == largest
+    assert graphs.max_cudagraph_capture_size == graphs.cudagraph_capture_sizes[-1] == largest
+    again = layers.builder(fakes.make_spec())  # the host makes builders twice
+    assert built.max_cudagraph_size == again.max_cudagraph_size == sizes[-1]
 
 
 @pytest.mark.parametrize("own", [False, True])  # sizes that the user chose
