@@ -14,7 +14,6 @@ from deft_backend.cli.errors import help_of, reported
 
 COMMANDS = {
     "kernel": "kernel.command",
-    "kernel-sets": "kernel.command",
     "mla": "latent.command",
     "papers": "papers.command",
     "invariant": "invariant",

@@ -15,10 +15,17 @@ from rich.console import Console
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.e2e.command import listed, typed_command
 from benchmarks.kernel.kernel_rows import Row, averaged, line_of
-from benchmarks.kernel.measure_case import DTYPES, KV_DTYPES, DeviceLost, Setup, measure
+from benchmarks.kernel.measure_case import (
+    DTYPES,
+    KV_DTYPES,
+    DeviceLost,
+    Setup,
+    measure,
+    side_by_side,
+)
 from benchmarks.kernel.methods import METHODS, OURS, make_method
 from benchmarks.kernel.methods.ours import PLANNERS, Ours
-from benchmarks.kernel.sets import Spec, chosen, set_names
+from benchmarks.kernel.sets import Spec, chosen
 from benchmarks.kernel.tree_workloads import WorkloadChoiceError, cases_of, parse_heads
 from benchmarks.row_files import RowsError, driver, write_rows
 from deft_backend.cli.errors import fail, reported, say, stderr
@@ -95,7 +102,7 @@ def kernel(
     console = Console()
     rows: list[Row] = []
     failed: list[str] = []
-    with reported(*ERRORS):
+    with reported(*ERRORS), side_by_side(processes) as mapped:
         found = chosen(listed(sets), tree or (), traces, overrides or (), short=quick)
         if not found:
             raise fail("nothing is selected; name a set with --set or a tree with --tree")
@@ -109,7 +116,7 @@ def kernel(
             kind = "policies" if spec.name == "policies" else "kernel"
             name = f"papers-{spec.name}" if spec.place else f"{kind}-{_gpu(where)}"
             path, before = folder / f"{name}.json", [] if alone else rows
-            measured = measure(cases, setup, processes)
+            measured = measure(cases, setup, mapped)
             mine = record(spec, measured, header, path, before, console)
             rows = rows if spec.place else [*rows, *mine]
             failed += failures(mine)
@@ -227,9 +234,3 @@ def _gpu(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found = re.search(r"\b[A-Z]+\d+\w*", name.upper().replace("NVIDIA", ""))
     return found.group().lower() if found else name.split()[-1].lower()
-
-
-def kernel_sets() -> None:
-    """List the sets of trees, and the papers' tables."""
-    for papers in (False, True):
-        typer.echo(", ".join(set_names(papers=papers)))

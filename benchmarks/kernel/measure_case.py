@@ -6,9 +6,10 @@ import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,22 +60,29 @@ class Setup:
     unavailable: dict[str, str]
 
 
-_turns: Turns | None = None  # between the processes of :func:`measure`
+_turns: Turns | None = None  # between processes that measure cases side by side
 
 
-def measure(cases: Sequence[Case], setup: Setup, processes: int = 1) -> Iterator[Row]:
-    """Yield one row for each case, in order.
-
-    Several `processes` prepare and check cases side by side; each method is timed alone.
-
-    Raises DeviceLost if a method left the device unusable.
-    """
+@contextmanager
+def side_by_side(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A ``map`` whose calls several `processes` share, for :func:`measure`."""
     if processes == 1:
-        yield from map(_measured, cases, repeat(setup))
+        yield map
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn, _begin, (Turns(spawn),)) as pool:
-        yield from pool.map(_measured, cases, repeat(setup))
+        yield pool.map
+
+
+def measure(
+    cases: Sequence[Case], setup: Setup, mapped: Callable[..., Iterator[Any]] = map
+) -> Iterator[Row]:
+    """Yield one row for each case, in order. Several processes prepare and check cases side by
+    side; each method is timed alone.
+
+    Raises DeviceLost if a method left the device unusable.
+    """
+    return mapped(_measured, cases, repeat(setup))
 
 
 def _begin(turns: Turns) -> None:

@@ -77,14 +77,7 @@ class Spec:
         return replace(self, **changed)
 
 
-def _data() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(Path(__file__).with_name("sets.json").read_text())
-    return content
-
-
-def set_names(*, papers: bool = False) -> list[str]:
-    """The sets of trees, or the papers' tables."""
-    return [name for name, entry in _data().items() if ("place" in entry) == papers]
+SETS: dict[str, Any] = json.loads(Path(__file__).with_name("sets.json").read_text())
 
 
 def read_set(
@@ -94,13 +87,12 @@ def read_set(
 
     Raises WorkloadChoiceError or TraceError if there is no such set, or it needs recordings.
     """
-    data = _data()
-    if name not in data:
+    if name not in SETS:
         raise WorkloadChoiceError(
-            f"there is no set {name!r}; expected one or more of {', '.join(data)}, separated by "
+            f"there is no set {name!r}; expected one or more of {', '.join(SETS)}, separated by "
             "commas"
         )
-    entry = dict(data[name])
+    entry = dict(SETS[name])
     trees, source = entry.pop("trees", []), entry.pop("of", [])
     entry.pop("source", None)
     lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
