@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,7 +149,7 @@ def record(
             rows.append(row)
             write()
             say(console, line_of(row))
-    except DeviceLost as error:
+    except (DeviceLost, BrokenProcessPool) as error:
         raise fail(f"{error}: {path}") from None
     header["complete"] = True
     write()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -82,12 +83,15 @@ def measure(
 
     Raises DeviceLost if a method left the device unusable.
     """
+    if setup.device.type == "cuda":
+        torch.cuda.empty_cache()  # what measured the ceilings
     return mapped(_measured, cases, repeat(setup))
 
 
 def _begin(turns: Turns) -> None:
     global _turns
     _turns = turns
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a process that waits for its turn, too
 
 
 def _measured(case: Case, setup: Setup) -> Row:

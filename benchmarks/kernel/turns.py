@@ -6,10 +6,8 @@ from multiprocessing.context import BaseContext
 
 
 class Turns:
-    """A lock that processes share, or that one of them holds alone.
-
-    Nobody begins to share it while a process waits to hold it alone, so measurements queue up and
-    run one after the other.
+    """A lock that processes share, or one holds alone. Nobody begins to share it while a process
+    waits to hold it, so measurements run one after the other.
     """
 
     def __init__(self, context: BaseContext) -> None:

@@ -4,8 +4,10 @@ import json
 import multiprocessing
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,10 +58,33 @@ def test_a_process_that_measures_has_the_gpu_for_itself():
                     seen.extend(use(number, "measures"))
                 use(number, "prepares")
 
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(work, range(8), timeout=60))
+    threads = [Thread(target=work, args=(number,), daemon=True) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
     assert len(seen) > 160
     assert set(seen) == {None}
+
+
+def test_a_method_is_timed_alone(monkeypatch):
+    """After what its own process has launched."""
+    done = []
+
+    class Recorded:
+        @contextmanager
+        def alone(self):
+            done.append("alone")
+            yield
+            done.append("shared")
+
+    monkeypatch.setattr(measure_case, "_turns", Recorded())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
+    monkeypatch.setattr(measure_case, "launch_us", lambda *given: done.append(given))
+    setup = SimpleNamespace(device="cuda", rep_ms=5)
+    measure_case._alone_us("a launch", setup)
+    assert done == ["waited", "alone", ("a launch", 5), "shared"]
 
 
 def test_a_wrong_result_of_ours_is_an_error(tmp_path, monkeypatch):

@@ -40,15 +40,12 @@ from deft_patches.vllm import left_graphs
 
 logger = logging.getLogger("deft_backend")
 
-TRIED_HEAD_DIMS = (128,)
-"""Head dimensions whose graphs of whole steps were tried on a GPU."""
-
+TRIED_HEAD_DIMS = (128,)  # whose graphs of whole steps were tried on a GPU
 USUAL_GRAPHS = [1, 2, 4, *range(8, 256, 8), *range(256, 512 + 1, 16)]
 LARGER_GRAPHS = range(528, 1280 + 1, 16)
 """Tokens of vLLM's graphs on Hopper GPUs by default, and of more graphs of whole steps. These spare
 Python the launches of larger steps with prefills, which take it longer than the GPU."""
-SPLIT_REQUESTS = 992
-"""Most requests of a batch in which FlashAttention-3 splits KV; only rows that decode need it."""
+SPLIT_REQUESTS = 992  # most of a batch in which FlashAttention-3 splits KV, for rows that decode
 
 
 class TreeBuilder:
@@ -65,9 +62,8 @@ class TreeBuilder:
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         self._host().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = LayerGroup(
-            self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device)
-        )
+        device = torch.device(device)
+        layers = LayerGroup(self.host, kv_cache_spec, layer_names, vllm_config, device)
         group = self.deft_group = create_group(layers)
         # FLASH_ATTN's builder schedules ahead for FlashAttention-3, and for no other version.
         if group is not None and getattr(self, "aot_schedule", False):
@@ -121,7 +117,8 @@ class TreeBuilder:
         size = int(common.num_reqs), int(common.num_actual_tokens)
         if self._capturing:
             self.deft_batches.sizes.add(size)
-        return size in self.deft_batches.sizes
+            return True
+        return size in self.deft_batches.sizes and not self.deft_batches.left
 
     def _build_for_shared_graph(self, common: Any, *args: Any, **kwargs: Any) -> Any:
         """Metadata of the rows that tree attention leaves, with the step of the others."""
@@ -217,9 +214,7 @@ class TreeBuilder:
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Any, *args: Any, **kwargs: Any
     ) -> bool:
-        """No cascade if tree attention may compute the batch: lengths do not tell verifications
-        from short ends of prompts.
-        """
+        """No cascade if tree attention may compute the batch, as far as lengths tell."""
         group = self.deft_group
         longest = int(query_lens.max()) if len(query_lens) else 0
         fits = group is not None and 1 <= longest <= group.query_tokens
@@ -326,14 +321,20 @@ def shared_graphs(layers: LayerGroup, group: GroupAttention) -> GraphBatches | N
     if server.usual_graph is None:
         server.usual_graph = config.compilation_config.max_cudagraph_capture_size or 0
     usual, largest = server.usual_graph, largest_graph(config)
-    if largest > usual:
-        # Steps that vLLM alone runs without a graph run so if their requests share too little: the
-        # wait for a step then divides into two gaps between tokens (docs/kernel-log.md).
-        shares_too_little = partial(cast(TreeGroup, group).shares_too_little, prefills=False)
-        left_graphs.install(config, lambda tokens: tokens > usual and bool(shares_too_little()))
     logger.info("deft: CUDA graphs of all steps up to %d tokens, with prefills too (FULL)", largest)
     make = partial(GraphBatches, most, layers.device)
-    return outside_memory_pools(make, layers.device) if can_sleep(config) else make()
+    batches = outside_memory_pools(make, layers.device) if can_sleep(config) else make()
+
+    def leaves(tokens: int, alike: int | None) -> bool:
+        # Steps with prefills that vLLM alone runs without a graph run so if requests share too
+        # little: two gaps between tokens then share the wait for a step (docs/kernel-log.md).
+        prefills = alike is None and tokens > usual
+        batches.left = prefills and bool(cast(TreeGroup, group).shares_too_little(prefills=False))
+        return batches.left
+
+    if largest > usual:
+        left_graphs.install(config, leaves)
+    return batches
 
 
 def largest_graph(config: Any) -> int:

@@ -87,6 +87,7 @@ class GraphBatches:
         self._lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._starts = torch.zeros(most + 1, dtype=torch.int32, device=device)
         self.sizes: set[tuple[int, int]] = set()  # requests and tokens of batches in graphs
+        self.left = False  # whether this step runs without the graph of its size
 
     def divide(self, common: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What each attention gets, so that tree attention computes the first `rows` requests.

@@ -19,7 +19,7 @@ from deft_backend.settings.config import Settings
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.metrics import page_of_files
 from deft_backend.telemetry.state import ServerState, report_counters
-from deft_patches.vllm import observe_steps
+from deft_patches.vllm import left_graphs, observe_steps
 
 logger = logging.getLogger("deft_backend")
 
@@ -67,6 +67,7 @@ def server_of(vllm_config: Any) -> Server:
     global _current
     if _current is None or _current.config is not vllm_config:
         if _current is not None:
+            left_graphs.rules.clear()
             for observer in (_current, _current.prefixes):
                 if observer is not None:
                     observe_steps.remove(observer.observe)

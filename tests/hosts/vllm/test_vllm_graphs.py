@@ -252,19 +252,36 @@ def test_large_steps_that_share_nothing_have_no_graph(
     tokens, uniform, shared, left, own, monkeypatch
 ):
     """Steps with prefills, as in vLLM alone; steps that decode alone keep their graphs."""
-    monkeypatch.setattr(left_graphs, "_rules", {})
+    monkeypatch.setattr(left_graphs, "rules", {})
     monkeypatch.setattr(CachedPrefixes, "shared_tokens", shared)
     monkeypatch.setattr(ModelCudaGraphManager, "dispatch", lambda self, *sizes, **more: sizes)
     layers, built = asking(monkeypatch, [*USUAL, 600] if own else USUAL)
     built.deft_group.costs = SimpleNamespace(transfer_ms=float)
-    for config in (layers.config, fakes.make_config()):
+    for config in (fakes.make_config(), layers.config):
         manager = object.__new__(ModelCudaGraphManager)
         manager.vllm_config = config
         found = manager.dispatch(3, tokens, uniform, num_active_loras=0)
-        if left and not own and config is layers.config:
+        leaves = left and not own and config is layers.config
+        if leaves:
             assert (found.cg_mode, found.num_tokens) == (CUDAGraphMode.NONE, tokens)
         else:
             assert found == (3, tokens, uniform)
+        assert built.deft_batches.left == leaves
+    manager.dispatch(3, 8, None)
+    assert not built.deft_batches.left
+    fakes.tree_layers().builder(fakes.make_spec())  # of another server
+    assert not left_graphs.rules
+
+
+def test_a_step_that_left_its_graph_is_built_as_without(graph):
+    """Its requests and tokens may be those of a captured graph."""
+    batch = fakes.Batch([40, 37, 33, 50, 35, 60], shared=2, query_lens=[1] * 5 + [TOKENS - 5])
+    graph.builder.deft_batches.left = True
+    metadata = graph.builder.build(0, batch.common())
+    assert step_of(metadata) is None
+    graph.check(batch, metadata)
+    graph.builder.deft_batches.left = False
+    assert step_of(graph.build(batch)).whole is not None
 
 
 def test_graphs_of_all_steps_are_asked_of_servers_that_were_tried(monkeypatch):

@@ -235,11 +235,12 @@ def test_the_rest_of_a_batch_gets_a_builder_of_its_own(workspace):
 
     class Builder:
         def __init__(self, *given):
-            self.calls = [given]
+            self.calls, self.max_cudagraph_size = [given], 512
             if workspace:
                 self.set_workspace_buffer = lambda buffer: self.calls.append(buffer)
 
         def build(self, prefix, rest, **options):
+            assert rest.num_actual_tokens > self.max_cudagraph_size  # no graph holds it
             self.calls.append((prefix, options))
             return rest
 
