@@ -1,5 +1,7 @@
 """A small model with random weights, and a server for every variant that this machine can run."""
 
+import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,24 @@ from integration_tests.gpu.variants import ADAPTERS, FLEET, running
 def model(tmp_path_factory):
     """Four layers with the heads of Llama-3.1-8B."""
     return write_model(tmp_path_factory.mktemp("model"), "four-layers", "random", "bfloat16")
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory):
+    """Layers of Llama-3.1-8B with a tokenizer of bytes: prompts have a token for each character.
+
+    A name of its own stands for each other token, so equal texts are equal answers.
+    """
+    folder = tmp_path_factory.mktemp("bytes")
+    write_model(folder, "llama-3.1-8b", "random", "bfloat16", layers=4)
+    alphabet = import_module("tokenizers").pre_tokenizers.ByteLevel.alphabet()
+    content = json.loads((folder / "tokenizer.json").read_text())
+    names = [*sorted(alphabet), *list(content["model"]["vocab"])[len(alphabet) :]]
+    content["model"] = {"type": "BPE", "vocab": {n: i for i, n in enumerate(names)}, "merges": []}
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    content["pre_tokenizer"] = content["decoder"] = {**bytewise, "use_regex": False}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,9 @@
 """SGLang's own test of its deterministic mode, over a server with tree attention."""
 
-import json
 from importlib import import_module
 
 import pytest
 
-from benchmarks.e2e.served_model import write_model
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings
 from deft_backend.tools.servers.command import free_port, server_command
@@ -22,27 +20,11 @@ FLAGS = (
 )
 
 
-def written(folder):
-    """Layers of Llama-3.1-8B with a tokenizer of bytes: prompts have a token for each character.
-
-    A name of its own stands for each other token, so equal texts are equal answers.
-    """
-    write_model(folder, "llama-3.1-8b", "random", "bfloat16", layers=4)
-    alphabet = import_module("tokenizers").pre_tokenizers.ByteLevel.alphabet()
-    content = json.loads((folder / "tokenizer.json").read_text())
-    names = [*sorted(alphabet), *list(content["model"]["vocab"])[len(alphabet) :]]
-    content["model"] = {"type": "BPE", "vocab": {n: i for i, n in enumerate(names)}, "merges": []}
-    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    content["pre_tokenizer"] = content["decoder"] = {**bytewise, "use_regex": False}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    written(folder)
-    command = server_command(str(folder), free_port(), host_arguments=FLAGS.split(), gpu=True)
-    with ServerProcess(command, folder.parent / "deterministic.log", timeout=200.0) as process:
+def server(byte_model):
+    command = server_command(str(byte_model), free_port(), host_arguments=FLAGS.split(), gpu=True)
+    log = byte_model.parent / "deterministic.log"
+    with ServerProcess(command, log, timeout=200.0) as process:
         yield Server(process, state_directory(Settings.from_env()))
 
 
