@@ -18,9 +18,8 @@ holds ``h`` query vectors, which are ``h // gqa_group`` queries. GQA groups of m
 heads need a higher small tile."""
 
 TILE_SEGMENTS = (1, 1, 32)
-"""Most segments of one item, for each tile shape but `ORDERED`, which has one. Items of small and
-large tiles have one segment, to which every query of the tile attends. Items of the masked tile
-have several and a span each."""
+"""Most segments of an item of each tile shape; `ORDERED` has one. Every query of a small or large
+tile attends to its one segment. Items of the masked tile have several and a span each."""
 
 ORDERED = 3
 """The tile shape of `invariant` alone that has a small tile's height and the large tile's bits."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +15,7 @@ from rich.console import Console
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.e2e.command import listed, typed_command
 from benchmarks.kernel.kernel_rows import Row, averaged, line_of
-from benchmarks.kernel.measure_case import (
-    DTYPES,
-    KV_DTYPES,
-    DeviceLost,
-    Setup,
-    measure,
-    side_by_side,
-)
+from benchmarks.kernel.measure_case import DTYPES, KV_DTYPES, DeviceLost, Setup, measure, pooled
 from benchmarks.kernel.methods import METHODS, OURS, make_method
 from benchmarks.kernel.methods.ours import PLANNERS, Ours
 from benchmarks.kernel.sets import Spec, chosen
@@ -103,7 +95,7 @@ def kernel(
     console = Console()
     rows: list[Row] = []
     failed: list[str] = []
-    with reported(*ERRORS), side_by_side(processes) as mapped:
+    with reported(*ERRORS), pooled(processes) as mapped:
         found = chosen(listed(sets), tree or (), traces, overrides or (), short=quick)
         if not found:
             raise fail("nothing is selected; name a set with --set or a tree with --tree")
@@ -149,7 +141,7 @@ def record(
             rows.append(row)
             write()
             say(console, line_of(row))
-    except (DeviceLost, BrokenProcessPool) as error:
+    except DeviceLost as error:
         raise fail(f"{error}: {path}") from None
     header["complete"] = True
     write()

@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -65,7 +65,7 @@ _turns: Turns | None = None  # between processes that measure cases side by side
 
 
 @contextmanager
-def side_by_side(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
+def pooled(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
     """A ``map`` whose calls several `processes` share, for :func:`measure`."""
     if processes == 1:
         yield map
@@ -81,11 +81,16 @@ def measure(
     """Yield one row for each case, in order. Several processes prepare and check cases side by
     side; each method is timed alone.
 
-    Raises DeviceLost if a method left the device unusable.
+    Raises DeviceLost if a method left the device unusable, or ended its process.
     """
-    if setup.device.type == "cuda":
-        torch.cuda.empty_cache()  # what measured the ceilings
-    return mapped(_measured, cases, repeat(setup))
+    torch.cuda.empty_cache()  # what measured the ceilings
+    try:
+        yield from mapped(_measured, cases, repeat(setup))
+    except BrokenProcessPool:
+        raise DeviceLost(
+            "a process that measured has ended; if memory was short, ask for fewer --processes. "
+            "The rows so far are kept"
+        ) from None
 
 
 def _begin(turns: Turns) -> None:
@@ -97,8 +102,7 @@ def _begin(turns: Turns) -> None:
 def _measured(case: Case, setup: Setup) -> Row:
     with nullcontext() if _turns is None else _turns.shared():
         row = measure_case(case, setup)
-        if setup.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     return row
 
 

@@ -186,9 +186,8 @@ def _largest_error(
     *,
     compare: bool = True,
 ) -> tuple[float, int]:
-    """The largest relative error of a row of the output, and the row; 0 if nothing is compared.
-
-    The batch has `most` requests, if the attention holds them.
+    """Of a batch of `most` requests, if the attention holds them: the largest relative error of a
+    row of the output, and the row; 0 if nothing is compared.
     """
     device, dtype, heads = attention.device, attention.dtype, attention.num_query_heads
     tokens = case.query_tokens

@@ -48,8 +48,7 @@ class Grouping:
     attend_begin: Int32Array
     attend_end: Int32Array  # [S]: the run of the group's queries that attend to each segment
     least_shape: npt.NDArray[np.integer] | None = None
-    """[G]: the least number of a group's tile shape, whatever it holds (`ORDERED` is the last);
-    None: any."""
+    """[G]: the least number of each group's tile shape (`ORDERED` is the last); None: any."""
 
     @property
     def num_groups(self) -> int:

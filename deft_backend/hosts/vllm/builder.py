@@ -55,7 +55,7 @@ class TreeBuilder:
 
     deft_group: GroupAttention | None
     deft_rest: RestBuilder | None = None  # for mixed steps, if these may be split
-    deft_batches: GraphBatches | None = None  # for graphs that hold both attentions, if any may
+    deft_batches: GraphBatches | None = None  # for graphs that hold both attentions
     reorder_batch_threshold: int | None
 
     def __init__(
@@ -214,7 +214,9 @@ class TreeBuilder:
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Any, *args: Any, **kwargs: Any
     ) -> bool:
-        """No cascade if tree attention may compute the batch, as far as lengths tell."""
+        """No cascade if tree attention may compute the batch: lengths do not tell verifications
+        from short ends of prompts.
+        """
         group = self.deft_group
         longest = int(query_lens.max()) if len(query_lens) else 0
         fits = group is not None and 1 <= longest <= group.query_tokens

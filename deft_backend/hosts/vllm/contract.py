@@ -69,7 +69,7 @@ vllm.vllm_flash_attn.flash_attn_interface
 vllm.v1.attention.backends.flash_attn
     FlashAttentionImpl.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping) | it has
         written keys and values before the attention
-    FlashAttentionMetadataBuilder.{aot_schedule max_cudagraph_size} | >=0.33 | of version 3
+    FlashAttentionMetadataBuilder.{aot_schedule max_cudagraph_size} | >=0.33 | FlashAttention-3
 
 # The cache.
 vllm.v1.kv_cache_interface

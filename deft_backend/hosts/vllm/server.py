@@ -34,7 +34,7 @@ class Server:
     prefixes: CachedPrefixes | None = None  # what its requests share
     state: ServerState | None = None  # Counters, once there is a group
     shares_graphs: bool = False  # whether graphs hold tree attention and the host's
-    usual_graph: int | None = None  # tokens of the host's largest graph, if it has larger ones now
+    usual_graph: int | None = None  # tokens of the host's largest graph, before we asked for larger
     divided: str | None = None  # the last line about layers that vLLM's implementation decodes
 
     def log_division(self, division: Division[str, Layer]) -> None:

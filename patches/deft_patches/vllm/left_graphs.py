@@ -19,6 +19,7 @@ step: its tokens, and the tokens of each request if these are equal."""
 
 
 def install(vllm_config: Any, leaves: Callable[[int, int | None], bool]) -> None:
+    """Give a server a rule, which is true for steps to run without a graph."""
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
     wrap(ModelCudaGraphManager, "dispatch", _dispatch)
@@ -27,9 +28,9 @@ def install(vllm_config: Any, leaves: Callable[[int, int | None], bool]) -> None
 
 
 def _dispatch(original: Callable[..., Any], manager: Any, *sizes: Any, **named: Any) -> Any:
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CUDAGraphMode
-
     leaves = rules.get(id(manager.vllm_config))
     if leaves is not None and len(sizes) == 3 and leaves(*sizes[1:]):
+        from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CUDAGraphMode
+
         return BatchExecutionDescriptor(CUDAGraphMode.NONE, sizes[1], sizes[0])
     return original(manager, *sizes, **named)
