@@ -31,7 +31,7 @@ from deft_backend.hosts.vllm.factory import (
 )
 from deft_backend.hosts.vllm.group import GroupAttention, TreeGroup
 from deft_backend.hosts.vllm.layers import divide_layers
-from deft_backend.hosts.vllm.server import server_of
+from deft_backend.hosts.vllm.server import server_of, shares_graphs
 from deft_backend.hosts.vllm.step import Picked, TreeStep, attach, is_attached, step_of
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import Settings
@@ -92,7 +92,7 @@ class TreeBuilder:
         support = cast(Any, super()).get_cudagraph_support(vllm_config, kv_cache_spec)
         if unsupported_server(vllm_config) is not None:
             return support
-        if server_of(vllm_config).shares_graphs:
+        if shares_graphs(vllm_config):
             return support
         eager = Settings.from_env().verify or envs.VLLM_BATCH_INVARIANT
         if eager and support is not AttentionCGSupport.NEVER:
@@ -118,7 +118,8 @@ class TreeBuilder:
         if self._capturing:
             self.deft_batches.sizes.add(size)
             return True
-        return size in self.deft_batches.sizes and not self.deft_batches.left
+        left, self.deft_batches.left = self.deft_batches.left, False  # a rule speaks of one step
+        return size in self.deft_batches.sizes and not left
 
     def _build_for_shared_graph(self, common: Any, *args: Any, **kwargs: Any) -> Any:
         """Metadata of the rows that tree attention leaves, with the step of the others."""

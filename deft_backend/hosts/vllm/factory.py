@@ -154,6 +154,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         shape=shape,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        columns=_columns(layers, spec.block_size)[-1],
         shows_batch=not sleeps,
         equal_bits=envs.VLLM_BATCH_INVARIANT,
     )

@@ -47,6 +47,7 @@ class GroupAttention(ABC):
     shape: LayerShape  # of its layers
     dtype: torch.dtype  # of queries and results
     kv_dtype: torch.dtype
+    columns: int  # of a page table; plans have room for no more
     # What the requests share; without it, the host decodes mixed steps.
     prefixes: CachedPrefixes | None = None
     equal_bits: bool = False  # vLLM's batch-invariant mode: tree attention decodes every request

@@ -17,6 +17,8 @@ _ATTRIBUTE = "deft_step"
 class Group(Protocol):
     """What a layer asks of its step's group; ``group.py`` implements it."""
 
+    columns: int  # most pages of a request; vLLM's tables are wider in models with an encoder
+
     def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
         """Launch a layer (queries, KV cache, output) as the one before; False: :meth:`attend`."""
 
@@ -63,6 +65,9 @@ class TreeStep:
     picked: Picked | None = None
     counted: Decoded | None = None  # what the counters hold of this step
     ran: set[int] = field(default_factory=set)  # layers that ran in this pass
+
+    def __post_init__(self) -> None:
+        self.page_table = self.page_table[:, : self.group.columns]
 
     @property
     def size(self) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """vLLM's builder and implementation with tree attention: their choices and their results."""
 
+from copy import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from deft_backend.hosts.common.latches import FailureLatch
 from deft_backend.hosts.vllm import factory, group
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.step import step_of
 from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
 from failure_lines import raising
@@ -114,6 +116,11 @@ def graphs(monkeypatch):
 )
 def test_graphs_of_uniform_batches_only(level, expected, graphs):
     assert graphs(level, make_config()) == expected
+    # A drafter asks with a copy of its server's configuration.
+    config = make_config()
+    server = server_of(config)
+    assert graphs(level, copy(config)) == expected
+    assert server_of(config) is server
     # The host decodes all batches of this server itself.
     assert graphs(level, make_config(use_ubatching=True)) == level
 

@@ -439,3 +439,12 @@ def test_neither_size_nor_sharing_leaves_a_step_to_the_host(monkeypatch):
         assert step.tree.tokens == 1
         step.check()
     assert step.tree.group.attention.policy.name == "invariant"
+
+
+def test_tables_may_be_wider_than_the_longest_request():
+    """Models with an encoder have room for its tokens in each table; plans have none."""
+    batch = fakes.Batch([20, 30, 40], shared=1)
+    batch.table = torch.nn.functional.pad(batch.table, (0, 4096))
+    step = fakes.Step(batch)
+    step.check()
+    assert step.tree.page_table.shape[1] == fakes.make_config().model_config.max_model_len // 16
