@@ -4,16 +4,14 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from deft_backend.tools.tuning.measure import copy_ms, median_ms, read_gb_s
+from deft_backend.tools.tuning.measure import median_ms, read_gb_s
 
-_COPIED_BYTES = 4 << 30
 _PRODUCT = 8192
 
 
 @dataclass(frozen=True)
 class Ceilings:
     read_gb_s: float  # bytes that a large reduction reads, per second
-    copy_gb_s: float  # bytes that a large copy reads and writes, per second
     tflop_s: float  # a product of two 8192 × 8192 matrices of the dtype
 
     def to_dict(self) -> dict[str, float]:
@@ -23,9 +21,4 @@ class Ceilings:
 def measure_ceilings(dtype: torch.dtype) -> Ceilings:
     a, b = (torch.randn(_PRODUCT, _PRODUCT, device="cuda").to(dtype) for _ in range(2))
     product_ms = median_ms(lambda: a @ b)
-    copied = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
-    return Ceilings(
-        read_gb_s(),
-        copy_gb_s=_COPIED_BYTES / copy_ms(copied) / 1e6,
-        tflop_s=2 * _PRODUCT**3 / product_ms / 1e9,
-    )
+    return Ceilings(read_gb_s(), tflop_s=2 * _PRODUCT**3 / product_ms / 1e9)

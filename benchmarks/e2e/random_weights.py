@@ -4,7 +4,7 @@ The scale of the weights makes attention neither uniform nor one-hot. Answers th
 part of the KV cache, and a wrong kernel changes tokens.
 
 PyTorch keeps GPU memory until its process ends. So this module runs in its own process (``python -m
-benchmarks.e2e.random_weights FOLDER SEED``).
+benchmarks.e2e.random_weights FOLDER``).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ LATER = 0.2
 drafter repeats the first layer, so the model then accepts about half of the drafts."""
 
 
-def write_weights(folder: Path, seed: int) -> None:
+def write_weights(folder: Path) -> None:
     """Write random weights, one file per layer, and the index of the files.
 
-    Uses a GPU if there is one; PyTorch then keeps gigabytes of its memory.
+    They are the same on all machines with the same kind of device. Uses a GPU if there is one;
+    PyTorch then keeps gigabytes of its memory.
 
     - `folder`: holds the ``config.json`` with the model's shape.
-    - `seed`: seed of the weights. They are the same on all machines with the same kind of device.
     """
     import torch
     from safetensors.torch import save_file
 
     config = json.loads((folder / "config.json").read_text())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     hidden, inner, vocab = (
         config["hidden_size"],
         config["intermediate_size"],
@@ -158,4 +158,4 @@ def _latent_parts(config: dict[str, Any]) -> Parts:
 
 
 if __name__ == "__main__":
-    write_weights(Path(sys.argv[1]), int(sys.argv[2]))
+    write_weights(Path(sys.argv[1]))

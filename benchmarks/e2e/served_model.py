@@ -58,13 +58,12 @@ class Model:
 
 
 def write_model(
-    folder: Path, shape: str, weights: str, served: str, seed: int = 0, layers: int | None = None
+    folder: Path, shape: str, weights: str, served: str, layers: int | None = None
 ) -> Model:
     """Write a checkpoint of `shape` with a tokenizer of as many words as the model has tokens.
 
     - `shape`, `weights`: one of :data:`SHAPES` and of :data:`WEIGHTS`.
     - `served`: dtype of the servers, for the model's name.
-    - `seed`: of the random weights. They are the same on all machines with the same kind of device.
     - `layers`: write only the first layers of the shape; the model's name says how many.
 
     Raises ModelError if the shape has no random weights, or they could not be written; the folder
@@ -83,7 +82,7 @@ def write_model(
     (folder / "config.json").write_text(json.dumps(config))
     _write_tokenizer(folder, config["vocab_size"])
     if weights == "random":
-        _write_weights(folder, seed)
+        _write_weights(folder)
     return written_model(folder, shape, weights, served, layers)
 
 
@@ -140,14 +139,14 @@ def _write_tokenizer(folder: Path, words: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _write_weights(folder: Path, seed: int) -> None:
+def _write_weights(folder: Path) -> None:
     """Write weights in a process of its own, whose GPU memory is freed when it ends.
 
     This process lives as long as the measured servers: a CUDA context and the caching allocator's
     gigabytes in it would reduce the KV cache of each server.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.e2e.random_weights", str(folder.resolve()), str(seed)],
+        [sys.executable, "-m", "benchmarks.e2e.random_weights", str(folder.resolve())],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,

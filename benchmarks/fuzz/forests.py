@@ -38,25 +38,20 @@ class Limits:
 class RandomBatch:
     """A batch as a host holds it.
 
-    - `kind`: one of :data:`KINDS`.
     - `page_table`: [rows, P] int32. Page ids. A row's entries beyond its request's last page are
       not valid page ids.
     - `rows`: [B] int32. Row of each request.
     - `seq_lens`: [B] int32. Tokens of each request, after its growth.
     - `growth`: tokens by which every request has grown since the batch was planned.
-    - `drafted`: last tokens of every request that are on pages of its own: drafted tokens are
-      nobody else's.
     - `twins`: [2, N] int32. Pages in two copies: both of a column hold the same tokens. If there
       are any, rows that agree at a position may differ before it. vLLM makes such batches.
     """
 
-    kind: str
     page_table: Int32Array
     rows: Int32Array
     seq_lens: Int32Array
     growth: int
     page_size: int
-    drafted: int
     twins: Int32Array
 
     @property
@@ -99,7 +94,8 @@ def draw_batch(
     - `grown`: whether requests may have grown since the plan. The device planner plans in every
       step, so its batches have not.
     - `twins`: whether pages may come in two copies.
-    - `drafted`: tokens that every request has at its end, on pages of its own.
+    - `drafted`: tokens that every request has at its end, on pages of its own: drafted tokens are
+      nobody else's.
     """
     while True:
         pages = _Pages(random, limits.pages)
@@ -133,8 +129,7 @@ def _draw(
             lens.append(used)
             held.append(row[: used // page_size])
     table, rows, now = _laid_out(random, held, lens, drafted + growth, page_size, pages)
-    twin_pages = np.concatenate(copied, axis=1)
-    return RandomBatch(kind, table, rows, now, growth, page_size, drafted, twin_pages)
+    return RandomBatch(table, rows, now, growth, page_size, np.concatenate(copied, axis=1))
 
 
 def _requests(

@@ -14,10 +14,6 @@ from benchmarks.kernel.tree_workloads import Case
 from benchmarks.kernel.verified_workloads import bits_of, seen_by
 from deft_backend.forest import PrefixForest, forest_from_page_tables
 
-LAYOUTS = ("shuffled", "contiguous")
-"""Order of a batch's pages: random in a larger pool, as in a host after some time, or
-contiguous."""
-
 _POOL_SLACK = 8
 
 
@@ -144,7 +140,8 @@ def lay_out(forest: PrefixForest, page_size: int, layout: str, seed: int) -> Pag
 
     - `forest`: with a page size of 1.
     - `page_size`: tokens per page.
-    - `layout`: one of :data:`LAYOUTS`.
+    - `layout`: of the pages: ``shuffled`` in a larger pool, as in a host after some time, or
+      ``contiguous``.
     - `seed`: the same seed gives the same pages.
     """
     lens = forest.seq_lens.astype(np.int32)

@@ -110,7 +110,7 @@ def parse_heads(text: str) -> tuple[int, int]:
             raise ValueError
     except ValueError:
         raise WorkloadChoiceError(
-            f"--heads is {text!r}; expected QUERY/KV such as 32/8, the first a multiple of the "
+            f"heads is {text!r}; expected QUERY/KV such as 32/8, the first a multiple of the "
             "second, several separated by commas"
         ) from None
     return query_heads, kv_heads

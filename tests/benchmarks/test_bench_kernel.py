@@ -77,7 +77,7 @@ def test_roof_is_the_larger_of_memory_and_arithmetic():
     inputs = make_inputs(case(described("1,2 6,2").forest, 1), 16, torch.float16, None, CPU)
     moved = 10 * 2 * 2 * 16 * 2 + 2 * (2 * 4 * 16 * 2)  # 10 tokens; q and output of 2 requests
     flops = 4 * 16 * 4 * 16  # 16 tokens attended
-    slow_memory, slow_products = Ceilings(1e-3, 1.0, 1.0), Ceilings(1e9, 1.0, 1e-6)
+    slow_memory, slow_products = Ceilings(1e-3, 1.0), Ceilings(1e9, 1e-6)
     assert run_module.roof_us(inputs, slow_memory) == pytest.approx(moved / 1e-3 / 1e3)
     assert run_module.roof_us(inputs, slow_products) == pytest.approx(flops / 1e-6 / 1e6)
 

@@ -1,7 +1,6 @@
 """The `deft` command: help and its page, one-line errors for bad input, what commands do."""
 
 import errno
-import inspect
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ import torch
 from attention_checks import tree_attention
 from commands import run
 from deft_backend.cli import ab_run, views
-from deft_backend.cli.app import app
 from deft_backend.compile.kernel_folder import Origin, Taken, take
 from deft_backend.compile.variants import compile_all, compiling_for
 from deft_backend.forest import build_forest
@@ -35,7 +32,6 @@ from deft_backend.tools.servers import command as command_module
 from deft_backend.tools.servers.command import installed_hosts
 from deft_backend.tools.watch import engines
 from deft_backend.tools.watch.page_server import PageServer
-from drawings import check_drawn
 from failure_lines import raising
 from sglang_fakes import make_state
 from state_files import state_path
@@ -231,23 +227,6 @@ def test_the_page_is_up_to_date_and_short():
     text = page()
     assert PAGE.read_text(encoding="utf-8") == text
     assert len(text.split()) <= 1500
-
-
-def options():
-    """Every parameter of every command: type, names, limits and default."""
-    for command in (*app.registered_commands, app.registered_callback):
-        function = command.callback
-        yield f"# {function.__name__}"
-        hints = get_type_hints(function, include_extras=True)
-        for name, parameter in inspect.signature(function).parameters.items():
-            said = hints[name].__metadata__[0]
-            limits = f"{said.min} to {said.max}, eager: {said.is_eager}"
-            words = (name, *(said.param_decls or ()), said.metavar or "", hints[name].__origin__)
-            yield f"{' '.join(map(str, words))}: {limits} = {parameter.default!r}"
-
-
-def test_options_have_the_limits_and_defaults_as_drawn():
-    check_drawn("\n".join(options()) + "\n", Path(__file__).with_name("options.txt"))
 
 
 @pytest.mark.usefixtures("triton_cache")

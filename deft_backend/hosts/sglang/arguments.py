@@ -51,13 +51,10 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     if settings.fallback_backend is not None and server_args.attention_backend is None:
         server_args.attention_backend = settings.fallback_backend
     reason = SGLANG.refuse()
-    deterministic = getattr(server_args, "enable_deterministic_inference", False)
-    if decodes and reason is None and deterministic:
+    if decodes and reason is None and _may_outgrow_plans(server_args):
         from deft_backend.planner.on_device import largest_batch
 
-        # Plans must hold every batch, and the host's own limit may be higher.
-        if getattr(server_args, "max_running_requests", None) is None:
-            server_args.max_running_requests = min(settings.max_batch, largest_batch())
+        server_args.max_running_requests = min(settings.max_batch, largest_batch())
     result = resolve_host(server_args)
     if not decodes:
         logger.warning(
@@ -130,6 +127,16 @@ def _settings() -> Settings:
     return settings
 
 
+def _may_outgrow_plans(server_args: Any) -> bool:
+    """Whether the host may allow more requests than the plans of deterministic inference hold.
+    It has a lower limit itself for servers that draft, and ranks of DP attention are refused.
+    """
+    asked = ("enable_deterministic_inference", "rl_on_policy_target")  # the second asks for both
+    others = ("max_running_requests", "speculative_algorithm", "enable_dp_attention")
+    deterministic = any(getattr(server_args, name, None) for name in asked)
+    return deterministic and not any(getattr(server_args, name, None) for name in others)
+
+
 def unsupported(server_args: Any, settings: Settings) -> str | None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -155,6 +162,8 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
         reason = other_policy(settings, "deterministic inference")
         if getattr(args, "enable_mixed_chunk", False):
             reason = "deterministic inference with steps that also prefill is not supported"
+        if versions.decodes_per_rank(server_args):  # beside a prompt of another rank, it prefills
+            reason = "deterministic inference with DP attention is not supported"
     if reason is not None:
         return reason
     if versions.uses_mla(server_args):

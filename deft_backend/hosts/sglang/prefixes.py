@@ -182,9 +182,11 @@ class BatchObserver:
 
     def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
         if runner is self._runner:
-            mixed = forward_batch.forward_mode.is_mixed()
-            decoding = len(batch.decoding_reqs or ()) if mixed else 0
-            self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache, decoding)
+            decoding = getattr(batch, "decoding_reqs", None) or ()
+            # With DP attention, a rank prefills what it would decode if another has a prompt.
+            if decoding is not batch.reqs and not forward_batch.forward_mode.is_mixed():
+                decoding = ()
+            self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache, len(decoding))
 
     def of(self, forward_batch: Any) -> Observed | None:
         """Requests and tree of `forward_batch`; None if another was observed last."""

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -77,8 +77,7 @@ def server_of(vllm_config: Any) -> Server:
 
 def shares_graphs(vllm_config: Any) -> bool:
     """Of :class:`Server`. A drafter asks with a copy of the configuration, which is no server's."""
-    ours = _current is not None and _current.config is vllm_config
-    return ours and cast(Server, _current).shares_graphs
+    return _current is not None and _current.config is vllm_config and _current.shares_graphs
 
 
 def _state_of(

@@ -250,6 +250,17 @@ def test_a_prefill_alone_is_the_hosts(server):
     assert counted(server) == {}
 
 
+def test_what_a_rank_decodes_as_a_prefill_is_counted(server):
+    """With DP attention, beside a prompt of another rank."""
+    server.mixed.unsplit = "DP attention pads batches"
+    batch = server.batch()
+    batch.forward_mode = fakes.mode("extend")
+    server.observe(batch, reqs=server.requests, decoding_reqs=server.requests)
+    server.run(batch)
+    assert server.calls == ["metadata of 4", "extend of 4"]
+    assert counted(server) == {("mixed", "DP attention pads batches"): 1}
+
+
 def test_a_graph_of_prefills_is_the_hosts(server):
     """The host hands a view of the batch whose lengths are padded with zeros."""
     batch = server.batch()
