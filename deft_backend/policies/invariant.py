@@ -55,7 +55,7 @@ class Invariant(Policy):
     size of a CUDA graph and without one, for any largest batch, and for plans of the CPU and of the
     device. It takes an attention of this policy (``TreeAttention(policy="invariant")``), plans made
     for the current lengths, and queries, outputs and caches that begin at multiples of 16 bytes, as
-    hosts' do. The reasons:
+    hosts' do. Pages that hold the same tokens in two copies must have equal bits. The reasons:
 
     - A request's length alone tells its chunks, and so its partial results.
     - A request's last chunk takes the small tile, if the tile holds a query. All other chunks take
