@@ -45,10 +45,13 @@ class HeadShape(NamedTuple):
 def parse_heads(heads: str) -> tuple[int, int]:
     try:
         query_heads, kv_heads = (int(part) for part in heads.split("/"))
-        if min(query_heads, kv_heads) < 1:
+        if min(query_heads, kv_heads) < 1 or query_heads % kv_heads:
             raise ValueError
     except ValueError:
-        raise fail(f"--heads is {heads!r}; expected QUERY/KV such as 32/8") from None
+        raise fail(
+            f"--heads is {heads!r}; expected QUERY/KV such as 32/8, the first a multiple of the "
+            "second"
+        ) from None
     return query_heads, kv_heads
 
 

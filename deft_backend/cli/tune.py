@@ -43,14 +43,7 @@ def tune(
 
     Policies plan with the table from then on. A server reads it when it starts.
     """
-    import torch
-
-    from deft_backend.attention import TreeAttention
-
     shape = chosen_shape(model, heads, head_dim, dtype, default_dtype="fp16")
-    reason = TreeAttention.unsupported(*shape[:3], torch.float16, torch.device("cpu"))
-    if reason is not None:
-        raise fail(f"tree attention cannot run: {reason}")
     shape = shape._replace(dtype=eight_bit_cache(kv_cache_dtype) or shape.dtype)
     with reported(SettingsError):
         key, used = table_of(shape, page_size)

@@ -162,7 +162,7 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
         reason = other_policy(settings, "deterministic inference")
         if getattr(args, "enable_mixed_chunk", False):
             reason = "deterministic inference with steps that also prefill is not supported"
-        if versions.decodes_per_rank(server_args):  # beside a prompt of another rank, it prefills
+        if versions.decodes_per_rank(server_args):  # a rank may prefill what it decodes
             reason = "deterministic inference with DP attention is not supported"
     if reason is not None:
         return reason

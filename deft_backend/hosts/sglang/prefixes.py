@@ -183,7 +183,7 @@ class BatchObserver:
     def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
         if runner is self._runner:
             decoding = getattr(batch, "decoding_reqs", None) or ()
-            # With DP attention, a rank prefills what it would decode if another has a prompt.
+            # With DP attention, a rank may prefill what it decodes if another has a prompt.
             if decoding is not batch.reqs and not forward_batch.forward_mode.is_mixed():
                 decoding = ()
             self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache, len(decoding))

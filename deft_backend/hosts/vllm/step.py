@@ -67,7 +67,8 @@ class TreeStep:
     ran: set[int] = field(default_factory=set)  # layers that ran in this pass
 
     def __post_init__(self) -> None:
-        self.page_table = self.page_table[:, : self.group.columns]
+        if self.page_table.shape[1] > self.group.columns:
+            self.page_table = self.page_table[:, : self.group.columns]
 
     @property
     def size(self) -> tuple[int, int]:

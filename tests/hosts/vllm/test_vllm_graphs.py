@@ -274,8 +274,8 @@ def test_large_steps_that_share_nothing_have_no_graph(
 
 
 def test_a_step_that_left_its_graph_is_built_as_without(graph):
-    """Its requests and tokens may be those of a captured graph. The next step, of which no rule of
-    another engine in the process hears, has its graph.
+    """Its requests and tokens may be those of a captured graph. The step behind it has its graph
+    again, also if no rule heard of that step: a second engine in the process removes the rules.
     """
     batch = fakes.Batch([40, 37, 33, 50, 35, 60], shared=2, query_lens=[1] * 5 + [TOKENS - 5])
     graph.builder.deft_batches.left = True
