@@ -62,7 +62,7 @@ HOSTS = (
 
 # Package, lowest version, first version not supported, what its absence is, remedy.
 _PACKAGES: tuple[tuple[str, str, str | None, Status, str], ...] = (
-    ("torch", "2.8", "3", "problem", "pip install 'deft-backend[sglang]'"),
+    ("torch", "2.8", "3", "problem", "pip install 'torch>=2.8'"),
     ("triton", "3.4", "4", "problem", "pip install 'triton>=3.4'"),
     ("aiohttp", "3.9", None, "note", "pip install 'deft-backend[bench]'"),
 )
@@ -191,15 +191,20 @@ def check_settings() -> Iterator[Check]:
             yield Check(variable.name, "ok", f"{variable.default or 'unset'} (default)")
             continue
         try:
-            Settings.from_env({variable.name: value})
-        except SettingsError as error:
+            parsed = variable.parse(value)
+        except ValueError:
+            text = f"{variable.name} is {value!r}; expected {variable.allowed}"
             remedy = f"unset {variable.name}, or set it to {variable.allowed}"
-            yield Check(variable.name, "problem", str(error), remedy)
-        else:
+            yield Check(variable.name, "problem", text, remedy)
+            continue
+        if variable.field == "fallback_backend":
             # Only the host knows its backends, and importing it takes too long here.
-            later = variable.field == "fallback_backend"
-            text = f"{value}; the server checks it when it starts" if later else value
-            yield Check(variable.name, "note" if later else "ok", text)
+            yield Check(variable.name, "note", f"{value}; the server checks it when it starts")
+        elif variable.field == "kernel_cache" and not (parsed / "manifest.json").is_file():
+            text = f"{value} holds no kernels, so servers compile theirs"
+            yield Check(variable.name, "note", text, "fill it with deft warm")
+        else:
+            yield Check(variable.name, "ok", value)
     for name, reason in removed_settings(os.environ).items():
         yield Check(name, "problem", reason, f"unset {name}")
     for name, hint in unknown_settings(os.environ):
@@ -241,7 +246,9 @@ def _state_folder() -> Iterator[Check]:
     try:
         folder = state_directory(Settings.from_env())
     except SettingsError as error:
-        if "DEFT_" not in str(error).split(" ")[0]:  # otherwise reported above
+        if " and DEFT_MAX_BATCH " in str(error):
+            yield Check("DEFT_MIN_BATCH", "problem", str(error), "set it to DEFT_MAX_BATCH or less")
+        elif "DEFT_" not in str(error).split(" ")[0]:  # otherwise reported above
             yield Check("state folder", "problem", str(error), _CACHE)
         return
     reason = write_fails(folder)

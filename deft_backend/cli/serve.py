@@ -25,7 +25,9 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
     if host is None:
         host = installed[0] if installed else HOSTS[0]
     if needed and host not in installed:
-        raise fail(f"{TESTED[host].name} is not installed; run: pip install 'deft-backend[{host}]'")
+        apart = f", in an environment without {TESTED[installed[0]].name}" if installed else ""
+        install = f"run{apart}: pip install 'deft-backend[{host}]'"
+        raise fail(f"{TESTED[host].name} is not installed; {install}")
     reason = TESTED[host].refuse() if compared else None
     if reason is not None:
         raise fail(f"{TESTED[host].name} decodes without tree attention: {reason}")

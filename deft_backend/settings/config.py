@@ -167,7 +167,7 @@ class Settings:
         - `env`: variables by name; default: the process's environment.
 
         Raises SettingsError with a line for each variable that was removed or whose value is not
-        allowed.
+        allowed, or if no batch is left for tree attention.
         """
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
@@ -182,7 +182,13 @@ class Settings:
                 wrong.append(f"{variable.name} is {text!r}; expected {variable.allowed}")
         if wrong:
             raise SettingsError("\n".join(wrong))
-        return cls(**values)
+        settings = cls(**values)
+        if settings.min_batch > settings.max_batch:
+            raise SettingsError(
+                f"DEFT_MIN_BATCH is {settings.min_batch} and DEFT_MAX_BATCH {settings.max_batch}, "
+                "so the host would decode every batch; set the first to the second or less"
+            )
+        return settings
 
 
 VARIABLES = tuple(Variable(each.name, *each.metadata["variable"]) for each in fields(Settings))

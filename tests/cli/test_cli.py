@@ -237,7 +237,7 @@ def test_a_server_finds_its_kernels_in_the_folder(tmp_path):
     environment = {"COLUMNS": "200", "DEFT_KERNEL_CACHE": str(folder)}
     code, out, err = run("warm", *arguments.split(), **environment)
     assert (code, err) == (0, "")
-    assert "for sm_90: DescribedServer(host='sglang', num_query_heads=32, num_kv_heads=4, " in out
+    assert "for sm_90: sglang, heads 32/4 of 128, " in out
     count = len(json.loads((folder / "manifest.json").read_text())["kernels"])
     assert f"{folder} holds {count} kernels" in out.replace("\n", "")
     assert f"{count} compiled on " in out

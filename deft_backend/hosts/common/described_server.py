@@ -30,6 +30,22 @@ class DescribedServer:
     drafts: Drafts | None = None  # what it verifies; None: nothing
     layers: tuple[LayerKind, ...] = (LayerKind(),)  # each kind of those through tree attention
 
+    def __str__(self) -> str:
+        dtypes = [self.dtype] if self.kv_dtype is None else [self.dtype, self.kv_dtype]
+        words = [
+            self.host,
+            f"heads {self.num_query_heads}/{self.num_kv_heads} of {self.head_dim}",
+            " with KV in ".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+            f"pages of {self.page_size}",
+            f"up to {self.max_batch} requests",
+        ]
+        if self.drafts is not None:
+            shape = "trees" if self.drafts.trees else "chains"
+            words.append(f"{shape} of up to {self.query_tokens} query tokens")
+        words += ["soft cap"] * any(layer.soft_cap for layer in self.layers)
+        words += ["sinks"] * any(layer.sinks is not None for layer in self.layers)
+        return ", ".join(words)
+
     @property
     def query_tokens(self) -> int:
         return 1 if self.drafts is None else self.drafts.query_tokens
