@@ -46,15 +46,17 @@ def test_no_answer_depends_on_its_batch(byte_model, tmp_path):
     environment |= {"VLLM_MIN_PROMPT": "50", "VLLM_MAX_PROMPT": "300"}
     environment |= {"VLLM_GPU_MEMORY_UTILIZATION": "0.2", "VLLM_NEEDLE_TRIALS": "4"}
     command = [sys.executable, "-m", "pytest", "-q", "test_batch_invariance.py", "-k", CHOSEN]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"],
-        cwd=tmp_path,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    print(done.stdout[-8000:], done.stderr[-2000:])
+    log = tmp_path / "log.txt"  # also of a run that somebody ends
+    with log.open("w") as written:
+        done = subprocess.run(
+            [*command, "-p", "no:cacheprovider"],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            timeout=800,
+            check=False,
+        )
+    print(log.read_text()[-8000:])
     assert done.returncode == 0
-    assert "3 passed" in done.stdout
+    assert "3 passed" in log.read_text()
