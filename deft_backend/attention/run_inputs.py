@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from deft_backend.attention.checks import AttentionError
-from deft_backend.attention.planned_attention import PlannedBatch
 from deft_backend.costs.table_lookup import cost_model_on
 from deft_backend.kernels import Gpu, KernelConfiguration, Step, kernel_configuration
 from deft_backend.policies.target import TILE_BLOCKS, Target
@@ -29,22 +27,6 @@ def put_scales_together(step: Step, unit_scale: torch.Tensor) -> None:
 
     if isinstance(step.k_scale, torch.Tensor) != isinstance(step.v_scale, torch.Tensor):
         step.k_scale, step.v_scale = on_device(step.k_scale), on_device(step.v_scale)
-
-
-def requests_to_run(planned: PlannedBatch, given: int, static_launch: bool) -> int:
-    """Requests of a run: those of the planned batch, or more that are given."""
-    if static_launch:
-        expected = given
-    elif planned.forest is not None:
-        expected = planned.forest.batch_size // planned.blocks.blocks
-    else:
-        raise AttentionError("nothing is planned; call plan(forest) first")
-    if expected < planned.requests:
-        raise AttentionError(
-            f"q is for {expected} requests; the plan is for {planned.requests} requests: plan the "
-            "batch that is run"
-        )
-    return expected
 
 
 class QueryShape(NamedTuple):

@@ -16,13 +16,7 @@ from deft_backend.attention.planned_attention import (
     device_as_current,
     numbered,
 )
-from deft_backend.attention.run_inputs import (
-    QueryShape,
-    QueryShapes,
-    paged,
-    put_scales_together,
-    requests_to_run,
-)
+from deft_backend.attention.run_inputs import QueryShape, QueryShapes, paged, put_scales_together
 from deft_backend.costs.table_lookup import shipped_on
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import (
@@ -173,15 +167,8 @@ class TreeAttention(PlannedAttention):
             max_batch * blocks, max(target.tile_programs), result_bytes
         )
         self.max_batch = capacity.max_batch // blocks
-        super().__init__(
-            rule,
-            target,
-            capacity,
-            device,
-            page_size,
-            overlapped=config.overlapped,
-            interpreted=config.interpreted,
-        )
+        planned = (rule, target, capacity, device, page_size)
+        super().__init__(*planned, overlapped=config.overlapped, interpreted=config.interpreted)
         results = (capacity.max_entries * tokens, num_query_heads)
         # Divided by its largest element, a result of any range keeps 11 bits in float16.
         held = torch.float32 if dtype == torch.float32 else torch.float16
@@ -325,7 +312,17 @@ class TreeAttention(PlannedAttention):
         planned = self.batch
         query_tokens = planned.blocks.query_tokens
         given = len(seq_lens) if query_start is not None else len(q) // query_tokens
-        requests = requests_to_run(planned, given, static_launch or planned.from_rows)
+        if static_launch or planned.from_rows:
+            requests = given
+        elif planned.forest is not None:
+            requests = planned.forest.batch_size // planned.blocks.blocks
+        else:
+            raise AttentionError("nothing is planned; call plan(forest) first")
+        if requests < planned.requests:
+            raise AttentionError(
+                f"q is for {requests} requests; the plan is for {planned.requests} requests: plan "
+                "the batch that is run"
+            )
         rows = len(q) if query_start is not None else requests * query_tokens
         if out is None:
             # A CUDA graph may be replayed for fewer requests than it was captured for. Plans from
@@ -334,22 +331,10 @@ class TreeAttention(PlannedAttention):
             covered = covered and (planned.from_rows or not static_launch) and not self.skips_empty
             out = torch.empty_like(q) if covered else torch.zeros_like(q)
         by_request = self._first_rows(page_table, requests) if table_rows is None else table_rows
-        step = Step(
-            q,
-            paged(k_cache, self.page_size),
-            paged(v_cache, self.page_size),
-            out,
-            page_table,
-            seq_lens,
-            by_request,
-            query_start,
-            ancestors,
-            sinks,
-            k_scale,
-            v_scale,
-            1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
-            logit_cap,
-        )
+        keys, values = paged(k_cache, self.page_size), paged(v_cache, self.page_size)
+        batch = (page_table, seq_lens, by_request, query_start, ancestors, sinks)
+        scale = 1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale
+        step = Step(q, keys, values, out, *batch, k_scale, v_scale, scale, logit_cap)
         check_step(self._shape, step, requests=requests, rows=rows, query_tokens=query_tokens)
         if requests == 0 or rows == 0:
             return out

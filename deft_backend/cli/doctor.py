@@ -24,7 +24,7 @@ from deft_backend.cli.checks import (
 )
 from deft_backend.cli.errors import say
 from deft_backend.cli.models import chosen_model, tiny_model
-from deft_backend.cli.shapes import HeadShape, dtype_name, model_shape, table_of, this_device
+from deft_backend.cli.shapes import HeadShape, model_shape, table_of, this_device
 from deft_backend.settings.config import SettingsError
 
 CANNOT_WORK = 1
@@ -136,8 +136,8 @@ def _checked(shapes: list[HeadShape], until: float) -> list[dict[str, Any]]:
         {
             "heads": f"{shape.num_query_heads}/{shape.num_kv_heads}",
             "head_dim": shape.head_dim,
-            "dtype": dtype_name(shape.dtype),
-            "kv": dtype_name(shape.kv_dtype),
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "kv": str(shape.kv_dtype).removeprefix("torch."),
             "case": str(outcome.case),
             "error": outcome.error,
             "failure": outcome.failure,

@@ -144,10 +144,6 @@ def table_of(shape: HeadShape, page_size: int = 1) -> tuple[TableKey, TableInUse
     return key, table_in_use(key, tables_directory(), gpu_facts(device))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _text_config(path: Path) -> Mapping[str, Any]:
     config = text_config(path)
     if "num_attention_heads" in config:

@@ -149,11 +149,7 @@ def _gpu(target: str | None) -> Gpu:
 
 
 def _fill(
-    folder: Path,
-    out: Path | None,
-    server: DescribedServer,
-    gpu: Gpu,
-    settings: Settings,
+    folder: Path, out: Path | None, server: DescribedServer, gpu: Gpu, settings: Settings
 ) -> None:
     from triton import knobs
 

@@ -214,12 +214,9 @@ def interpreted_copy(module: ModuleType) -> ModuleType:
         spec.loader.exec_module(copy)
     finally:
         knobs.runtime.interpret = compiled
+    package = module.__name__.partition(".")[0]
     for function in [f for f in vars(copy).values() if isinstance(f, JITFunction)]:
-        if _package(function.__module__) == _package(module.__name__):
+        if function.__module__.partition(".")[0] == package:
             imported = interpreted_copy(sys.modules[function.__module__])
             setattr(copy, function.__name__, getattr(imported, function.__name__))
     return copy
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]

@@ -308,9 +308,7 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
     `root` holds ``proc`` and ``sys``. A file that cannot be read sets no limit. Source: cgroups(7).
     """
-    cpus = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cpus = len(os.sched_getaffinity(0))
+    cpus = len(os.sched_getaffinity(0))
     return max(1, math.ceil(min([cpus, *_quotas(root)])))
 
 

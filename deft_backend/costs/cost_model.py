@@ -222,13 +222,8 @@ class TileCosts:
                 f"item_ns has {len(self.item_ns)} entries and token_ns {len(self.token_ns)}; "
                 "expected one for each tile shape in both"
             )
-        for name, values in (
-            ("item_ns", self.item_ns),
-            ("token_ns", self.token_ns),
-            ("partial_ns", (self.partial_ns,)),
-            ("reduce_ns", (self.reduce_ns,)),
-        ):
-            for value in values:
+        for name, values in vars(self).items():
+            for value in values if isinstance(values, tuple) else (values,):
                 if not math.isfinite(value) or value <= 0:
                     raise ValueError(f"{name} holds {value}; expected numbers above 0")
 

@@ -72,18 +72,14 @@ def table_in_use(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> 
             notice = f"{damage}; the file is ignored. {key.command} measures it again"
     shipped = nearest_table(key, facts)
     if key.gpu and notice is None and key.gpu != shipped.key.gpu:
-        notice = _notice(key, shipped.key.gpu, facts)
+        derived = "it is used as it is, because the driver does not tell this GPU's clocks"
+        if facts is not None:
+            derived = f"its times are carried to {facts}"
+        notice = (
+            f"planning with the cost table of an {shipped.key.gpu}: none was measured on this "
+            f"{key.gpu} for {key.shape}; {derived}. To measure one: {key.command}"
+        )
     return TableInUse(shipped_for(key, facts), shipped.path, tuned=False, notice=notice)
-
-
-def _notice(key: TableKey, measured_on: str, facts: GpuFacts | None) -> str:
-    derived = "it is used as it is, because the driver does not tell this GPU's clocks"
-    if facts is not None:
-        derived = f"its times are carried to {facts}"
-    return (
-        f"planning with the cost table of an {measured_on}: none was measured on this "
-        f"{key.gpu} for {key.shape}; {derived}. To measure one: {key.command}"
-    )
 
 
 def save_table(model: CostModel, key: TableKey, path: Path) -> None:

@@ -136,14 +136,8 @@ def run_plan(
     kind = _kind(step, strides, rows % 16 == 0, blocks, exponent_bits)
     launches = launches_of(config, kind)
     # What Triton compiles for, besides the constants.
-    types = (
-        tensors.q.device,
-        tensors.page_table.dtype,
-        tensors.seq_lens.dtype,
-        tensors.query_start.dtype,
-        tensors.sinks.dtype,
-        strides,
-    )
+    dtypes = (tensors.page_table.dtype, tensors.seq_lens.dtype, tensors.query_start.dtype)
+    types = (tensors.q.device, *dtypes, tensors.sinks.dtype, strides)
     # Launches take structures as plain tuples.
     plain = (*tensors[:4], tuple(partial), *tensors[5:])
     arguments = (plain, plan.stage1, tuple(step.scaling()), tuple(strides))
@@ -167,15 +161,8 @@ def run_plan(
     few = queries <= config.few_queries(num_results)
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_results))
-    of_stage2 = (
-        tuple(partial),
-        tensors.out,
-        tensors.sinks,
-        plan.stage2,
-        tensors.query_start,
-        strides.out_batch,
-        strides.out_head,
-    )
+    out = (strides.out_batch, strides.out_head)
+    of_stage2 = (tuple(partial), tensors.out, tensors.sinks, plan.stage2, tensors.query_start, *out)
     launch = launches.stage2[few]
     launch.run(programs, of_stage2, types, aligned)
     merges = (launch, programs, of_stage2[3:])
@@ -200,11 +187,7 @@ def _repeatable(
 
 
 def _kind(
-    step: Step,
-    strides: Strides,
-    aligned: bool,
-    blocks: QueryBlocks,
-    exponent_bits: int,
+    step: Step, strides: Strides, aligned: bool, blocks: QueryBlocks, exponent_bits: int
 ) -> Kind:
     num_tokens, num_heads, head_dim = step.q.shape
     pages, page_size, num_kv_heads, _ = step.k_cache.shape

@@ -239,15 +239,8 @@ def kernel_configuration(
         tile_heights = (16, *TILE_HEIGHTS[1:])
     found = []
     for height, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
-        plain = _plain_tile(
-            height,
-            segments,
-            triton.next_power_of_2(head_dim),
-            dtype,
-            kv_dtype or dtype,
-            gpu,
-            trees=query_tokens > 1,
-        )
+        dim, stored = triton.next_power_of_2(head_dim), kv_dtype or dtype
+        plain = _plain_tile(height, segments, dim, dtype, stored, gpu, trees=query_tokens > 1)
         if height < 64 and not hopper:
             plain = replace(plain, waves=2)
         gluon = _gluon_tile(plain, head_dim, vectors, sms, eight_bits) if hopper else None

@@ -110,24 +110,11 @@ class LatentLaunches:
         `table_rows` [segments] are the page table's rows of the plan's KV ranges.
         """
         lanes = max(room.max_items + 1, room.max_entries, room.max_batch)
-        arguments = (
-            self._plan.stage1,
-            self._plan.stage2,
-            table_rows,
-            seq_lens,
-            tuple(self._batch),
-            tuple(self._leaves),
-            tuple(self._merges),
-            room.max_batch,
-            room.max_items,
-            room.max_entries,
-            self._slots,
-        )
-        constants = {
-            "APART": query_tokens > 1,
-            "TOKENS": query_tokens,
-            "BLOCK": _BLOCK,
-        }
+        calls = (tuple(self._batch), tuple(self._leaves), tuple(self._merges))
+        sizes = (room.max_batch, room.max_items, room.max_entries, self._slots)
+        plan = (self._plan.stage1, self._plan.stage2)
+        arguments = (*plan, table_rows, seq_lens, *calls, *sizes)
+        constants = {"APART": query_tokens > 1, "TOKENS": query_tokens, "BLOCK": _BLOCK}
         types = (seq_lens.dtype,)
         aligned = (table_rows.data_ptr() | seq_lens.data_ptr()) % 16 == 0
         self._launch(LAY_OUT, (-(-lanes // _BLOCK),), arguments, constants, types, aligned)
@@ -155,14 +142,8 @@ class LatentLaunches:
         merges = tuple(self._merges)
         aligned = (step.q_nope.data_ptr() | step.q_rope.data_ptr() | step.out.data_ptr()) % 16 == 0
         strides = (*step.q_nope.stride()[:2], *step.q_rope.stride()[:2])
-        self._launch(
-            GATHER_QUERIES,
-            (rows, by_head),
-            (step.q_nope, step.q_rope, nope, rope, merges, *strides),
-            constants,
-            (),
-            aligned,
-        )
+        gathered = (step.q_nope, step.q_rope, nope, rope, merges, *strides)
+        self._launch(GATHER_QUERIES, (rows, by_head), gathered, constants, (), aligned)
         call = LatentCall(
             nope,
             rope,
@@ -178,33 +159,13 @@ class LatentLaunches:
         leaf_out, leaf_lse = out, lse
         if apart:
             leaves = _first(self._leaves, room.max_batch)
-            leaf_out, leaf_lse = kernel(
-                call._replace(
-                    q_nope=step.q_nope,
-                    q_rope=step.q_rope,
-                    max_query_tokens=query_tokens,
-                    batch=leaves._replace(query_start=leaves.query_start * query_tokens),
-                    causal=True,
-                )
-            )
-        self._launch(
-            MERGE_RESULTS,
-            (room.max_batch * query_tokens, by_head),
-            (
-                out,
-                lse,
-                leaf_out,
-                leaf_lse,
-                step.out,
-                merges,
-                lse.shape[1],
-                leaf_lse.shape[1],
-                *step.out.stride()[:2],
-            ),
-            constants,
-            (),
-            aligned,
-        )
+            leaves = leaves._replace(query_start=leaves.query_start * query_tokens)
+            call = call._replace(q_nope=step.q_nope, q_rope=step.q_rope, batch=leaves, causal=True)
+            leaf_out, leaf_lse = kernel(call._replace(max_query_tokens=query_tokens))
+        rows_of = (lse.shape[1], leaf_lse.shape[1], *step.out.stride()[:2])
+        merged = (out, lse, leaf_out, leaf_lse, step.out, merges, *rows_of)
+        grid = (room.max_batch * query_tokens, by_head)
+        self._launch(MERGE_RESULTS, grid, merged, constants, (), aligned)
 
     def _splits(self, requests: int, query_tokens: int) -> int:
         """As many as fill the GPU if all requests share one node: memory for results is limited."""

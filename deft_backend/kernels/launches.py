@@ -70,23 +70,8 @@ class Launch:
 
     kernel: Kernel
     constants: dict[str, Any]
-    num_warps: int
-    num_stages: int
-    launch_pdl: bool
+    options: dict[str, int]  # how Triton compiles it, besides its constants
     interpreted: bool
-    max_registers: int | None = None
-
-    @property
-    def options(self) -> dict[str, int | bool]:
-        """How Triton compiles it, besides its constants."""
-        options: dict[str, int | bool] = {
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "launch_pdl": self.launch_pdl,
-        }
-        if self.max_registers is not None:
-            options["maxnreg"] = self.max_registers
-        return options
 
     def run(
         self, programs: int, arguments: tuple[Any, ...], types: tuple[Any, ...], aligned: bool
@@ -164,15 +149,10 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
             device_scales=kind.device_scales,
         ),
     }
-    return Launch(
-        kernel,
-        _in_order(kernel, constants),
-        tile.num_warps,
-        tile.num_stages,
-        launch_pdl=follows,
-        interpreted=config.interpreted,
-        max_registers=tile.max_registers,
-    )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": follows}
+    if tile.max_registers is not None:
+        options["maxnreg"] = tile.max_registers
+    return Launch(kernel, _in_order(kernel, constants), options, config.interpreted)
 
 
 def _stage2(config: KernelConfiguration, kind: Kind, reduce: ReduceConfig) -> Launch:
@@ -184,14 +164,9 @@ def _stage2(config: KernelConfiguration, kind: Kind, reduce: ReduceConfig) -> La
         "SINKS": kind.sinks,
         "SPREAD": any(tile.spread for tile in config.tiles),
     }
-    return Launch(
-        REDUCE_PARTIALS,
-        _in_order(REDUCE_PARTIALS, constants),
-        reduce.num_warps,
-        num_stages=3,
-        launch_pdl=config.overlapped,
-        interpreted=config.interpreted,
-    )
+    options = {"num_warps": reduce.num_warps, "num_stages": 3, "launch_pdl": config.overlapped}
+    constants = _in_order(REDUCE_PARTIALS, constants)
+    return Launch(REDUCE_PARTIALS, constants, options, config.interpreted)
 
 
 def _in_order(kernel: Kernel, constants: dict[str, Any]) -> dict[str, Any]:

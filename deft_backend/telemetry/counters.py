@@ -141,22 +141,13 @@ def _steps_of(row: Mapping[str, Any]) -> tuple[Content, Steps]:
         return Content(text(row, "kind"), reason), Steps(*counts)
 
 
-class DeviceCounts(NamedTuple):
-    """Counts of the device planner: steps, tokens attended to, tokens loaded, nanoseconds."""
-
-    steps: int
-    attended: int
-    loaded: int
-    nanoseconds: int
-
-
 class DeviceCounters:
     """Counts that kernels add up in CPU memory; zero until :meth:`attach`. A reading copies four
     words without a lock, and may see only some of a step's words.
     """
 
     def __init__(self) -> None:
-        self._array = self._start = np.zeros(len(DeviceCounts._fields), np.int64)
+        self._array = self._start = np.zeros(4, np.int64)
         self._held: npt.NDArray[np.int64] | None = None
 
     def attach(self, array: npt.NDArray[np.int64]) -> None:
@@ -170,10 +161,12 @@ class DeviceCounters:
         self._array = array
         self.go_on()
 
-    def read(self) -> DeviceCounts:
-        """Counts since :meth:`attach`, without those between :meth:`hold` and its end."""
+    def read(self) -> tuple[int, ...]:
+        """Counts since :meth:`attach`, without those between :meth:`hold` and its end: steps,
+        tokens attended to, tokens loaded, nanoseconds.
+        """
         held = self._held
-        return DeviceCounts(*(self._array - self._start if held is None else held).tolist())
+        return tuple((self._array - self._start if held is None else held).tolist())
 
     def hold(self) -> None:
         """Stop counting; all work on the device must have ended."""

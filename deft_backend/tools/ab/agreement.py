@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
-from deft_backend.tools.harness.answers import Answer, first_difference
+from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.workload import Replayed
 
 CLOSE = 0.15
@@ -91,7 +92,5 @@ def _told(answer: Answer, at: int) -> Told:
 
 def _differs(first: Answer, second: Answer) -> int | None:
     """Tokens before the first difference; None if the answers are equal."""
-    at = first_difference(first.ids, second.ids)
-    if at is None and len(first) != len(second):
-        return min(len(first), len(second))
-    return at
+    pairs = enumerate(zip_longest(first.ids, second.ids))
+    return next((at for at, (one, other) in pairs if one != other), None)

@@ -157,11 +157,7 @@ def make_workloads(
 
 
 def trace_workload(
-    arrivals: Sequence[Arrival],
-    name: str,
-    characters_a_token: float,
-    *,
-    rate: float | None = None,
+    arrivals: Sequence[Arrival], name: str, characters_a_token: float, *, rate: float | None = None
 ) -> Workload:
     """The requests of a trace, at its times, or as Poisson arrivals of `rate`."""
 

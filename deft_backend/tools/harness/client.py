@@ -134,12 +134,7 @@ class ServerClient:
         prompt's tokens. After `leave_after` tokens it hangs up, which aborts the request. Raises
         NotAnswered.
         """
-        body = {
-            **self._body(prompt, tokens),
-            "stream": True,
-            "temperature": temperature,
-            **_FIELDS,
-        }
+        body = {**self._body(prompt, tokens), "stream": True, "temperature": temperature, **_FIELDS}
         if self.logprobs:
             body["logprobs"] = 2
         reader = StreamReader(on_tokens, Answer() if into is None else into)

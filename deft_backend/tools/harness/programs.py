@@ -89,10 +89,7 @@ def chains(sizes: Sizes, gen: int, parts: Parts) -> Workload:
 
 PROGRAMS: Mapping[str, tuple[Make, Sizes]] = {
     # One template, three places, four languages; then eight sets of examples behind one prompt.
-    "system-prompts": (
-        partial(levels, nodes=((1, 45), (3, 355), (4, 2200))),
-        Sizes(2600, 512, 60),
-    ),
+    "system-prompts": (partial(levels, nodes=((1, 45), (3, 355), (4, 2200))), Sizes(2600, 512, 60)),
     "shots": (partial(levels, nodes=((1, 2600), (8, 3500))), Sizes(6100, 128, 60)),
     "chains": (chains, Sizes(2600, 32, 60)),
     "retrieved": (retrieved, Sizes(4400, 128, 40)),

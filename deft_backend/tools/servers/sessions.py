@@ -24,7 +24,7 @@ def end_session(leader: int) -> None:
         if _leads(leader):
             os.kill(leader, signal.SIGTERM)
         end = time.monotonic() + PATIENCE
-        while _state(leader) not in ("", "Z") and time.monotonic() < end:
+        while _fields(leader)[:1] not in ([], ["Z"]) and time.monotonic() < end:
             time.sleep(0.05)
     finally:
         for pid in _members(leader):
@@ -47,11 +47,6 @@ def _fields(pid: str | int) -> list[str]:
             return file.read().rpartition(b")")[2].decode("ascii", "replace").split()
     except OSError:
         return []
-
-
-def _state(pid: int) -> str:
-    fields = _fields(pid)
-    return fields[0] if fields else ""
 
 
 def _members(leader: int) -> list[int]:
