@@ -69,15 +69,14 @@ class HostTensors:
     v_cache: torch.Tensor
     table_columns: Sequence[int]  # columns that the host's page table may have
     table_dtype: torch.dtype = torch.int32  # of the host's page table
-    rows_dtype: torch.dtype = torch.int64  # of its table rows
-    lens_dtype: torch.dtype = torch.int64  # of its sequence lengths
+    integers: torch.dtype = torch.int64  # of its table rows and its sequence lengths
 
     @classmethod
     def plain(cls, attention: TreeAttention) -> HostTensors:
         """Pages one after another, and numbers of 32 bits."""
         page = (2, 1, attention.page_size, attention.num_kv_heads, attention.head_dim)
         k_cache, v_cache = torch.empty(page, dtype=attention.kv_dtype)
-        return cls(k_cache, v_cache, (0,), rows_dtype=torch.int32, lens_dtype=torch.int32)
+        return cls(k_cache, v_cache, (0,), integers=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ def _largest_error(
     held = np.zeros((requests, max(table.shape[1], tensors.table_columns[0])), dtype=np.int64)
     held[:, : table.shape[1]] = table
     page_table = torch.from_numpy(held).to(device, tensors.table_dtype)
-    seq_lens = torch.from_numpy(lens).to(device, tensors.lens_dtype)
+    seq_lens = torch.from_numpy(lens).to(device, tensors.integers)
     q = normal(requests * tokens, heads, attention.head_dim).to(dtype)
     caches = []
     for like in (tensors.k_cache, tensors.v_cache):
@@ -215,7 +214,7 @@ def _largest_error(
             cache.shape, like.stride(), dtype=attention.kv_dtype, device=device
         )
         caches.append(strided.copy_(cache))
-    rows = torch.arange(requests, device=device).to(tensors.rows_dtype)
+    rows = torch.arange(requests, device=device).to(tensors.integers)
     k_scale, v_scale = (1.0, 1.0) if attention.kv_dtype == dtype else (0.5, 2.0)
     given: tuple[float | torch.Tensor, ...] = (k_scale, v_scale)
     if attention.kv_dtype != dtype:  # hosts hold the scales on the device

@@ -39,9 +39,7 @@ def test_layouts_of_a_server():
     """Slots of a page size of 1 in [slots, heads, D], and K and V interleaved."""
     attention = attention_of(page_size=1)
     held = torch.zeros(4, 2, 2, 64, dtype=torch.float16)
-    tensors = self_check.HostTensors(
-        held[:, 0], held[:, 1], [500], rows_dtype=torch.int64, lens_dtype=torch.int64
-    )
+    tensors = self_check.HostTensors(held[:, 0], held[:, 1], [500], integers=torch.int64)
     strides = []
     run = attention.run
 

@@ -31,6 +31,7 @@ def make_config(**changes):
         dtype=torch.float32,
         max_model_len=2048,
         enable_sleep_mode=False,
+        enable_cumem_allocator=False,
         rswa_window=None,
         hf_text_config=SimpleNamespace(num_hidden_layers=2),
     )

@@ -66,12 +66,11 @@ class DescribedServer:
             policy=settings.policy,
             compiled_for=gpu,
         )
-        found = step_variants(attention, self._tensors(), smallest=settings.min_batch)
-        return list(dict.fromkeys(found))
+        return step_variants(attention, self._tensors(), smallest=settings.min_batch)
 
     def _tensors(self) -> StepTensors:
         """Two pages of a layer, as the host lays them out in memory."""
-        dtype, dim, integers = self.kv_dtype or self.dtype, self.head_dim, _INTEGERS[self.host]
+        dtype, dim = self.kv_dtype or self.dtype, self.head_dim
         if self.host == "sglang":
             k_cache, v_cache = torch.zeros((2, 2, self.num_kv_heads, dim), dtype=dtype)
         else:  # tokens before heads (NHD), layer by layer: the default with FLASH_ATTN
@@ -81,8 +80,7 @@ class DescribedServer:
             k_cache,
             v_cache,
             _COLUMNS,
-            rows_dtype=integers,
-            lens_dtype=integers,
+            integers=_INTEGERS[self.host],
             drafts=self.drafts,
             layers=self.layers,
         )

@@ -29,7 +29,7 @@ def checked_latent_attention(
     kernel: LatentKernel,
     settings: Settings,
     *,
-    integers: tuple[torch.dtype, torch.dtype],
+    integers: torch.dtype,
     **sizes: Any,
 ) -> LatentAttention:
     """MLA by the host's `kernel`, or a stand-in on the CPU; raises Unsupported if its check here

@@ -100,14 +100,12 @@ def step_variants(
     return list(variants)
 
 
-def latent_variants(
-    attention: LatentAttention, integers: tuple[torch.dtype, torch.dtype]
-) -> list[Variant]:
+def latent_variants(attention: LatentAttention, integers: torch.dtype) -> list[Variant]:
     with recorded() as variants:
         failed_latent_check(attention)
         table = torch.zeros((1, 1), dtype=torch.int32, device=attention.device)
         for batch in _batches(1, attention.max_batch):
-            rows, lens = (torch.zeros(batch, dtype=t, device=table.device) for t in integers)
+            rows, lens = (table.new_zeros(batch, dtype=integers) for _ in range(2))
             attention.plan_batch(table, lens, table_rows=rows)
     attention.clear_plan()
     return list(variants)
@@ -130,8 +128,8 @@ def _run_steps(attention: TreeAttention, tensors: StepTensors, smallest: int) ->
     def run(batch: int, columns: int, drafts: Drafts) -> None:
         tokens, columns = drafts.query_tokens, max(drafts.query_tokens + 1, columns)
         table = torch.zeros((1, columns), dtype=tensors.table_dtype, device=device)
-        lens = torch.full((batch,), tokens + 1, dtype=tensors.lens_dtype, device=device)
-        rows = torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
+        lens = torch.full((batch,), tokens + 1, dtype=tensors.integers, device=device)
+        rows = torch.zeros(batch, dtype=tensors.integers, device=device)
         attention.plan_batch(table, lens, table_rows=rows, query_tokens=tokens)
         step: dict[str, Any] = {"table_rows": rows, "k_scale": scale, "v_scale": scale}
         if drafts.ragged:

@@ -22,8 +22,6 @@ from deft_backend.settings.config import Settings
 ANSWERED_AFTER = 8
 """Batches until the costs of changed requests decide: enough time for any answer of the CPU."""
 
-_POOL = "MLATokenToKVPool"
-
 
 class LatentLayer(NamedTuple):
     heads: int
@@ -36,7 +34,7 @@ class LatentLayer(NamedTuple):
 
 
 def is_latent(runner: Any) -> bool:
-    return type(getattr(runner, "token_to_kv_pool", None)).__name__ == _POOL
+    return type(getattr(runner, "token_to_kv_pool", None)).__name__ == "MLATokenToKVPool"
 
 
 def latent_attention(
@@ -49,7 +47,7 @@ def latent_attention(
         )
     shape, division = _divided(runner)
     shaped, kernel = (shape.heads, shape[1:], dtype, device), sglang_latent_attention
-    integers = (torch.int64, torch.int64)
+    integers = torch.int64
     attention = checked_latent_attention(
         *shaped, kernel, settings, integers=integers, max_batch=largest, query_tokens=query_tokens
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,7 +53,9 @@ class EagerSharing:
             return reason
         if self._is_due(len(requests)):
             try:
-                self._read(observed.tree_cache, requests, held)
+                if self._tree.changed(requests):
+                    of = self._tree.forest(observed.tree_cache, requests, held)
+                    self._saved = None if of is None else of.tokens_attended - of.tokens_stored
             except Exception as error:
                 self._saved = None
                 self.layers.log.warn(f"the requests of a batch cannot be read ({error!r})")
@@ -67,13 +68,6 @@ class EagerSharing:
         layers = self.layers
         saved *= layers.state.token_bytes
         return shares_too_little(saved, layers.tree_layers, self.costs, prefills=prefills)
-
-    def _read(self, tree_cache: Any, requests: Sequence[Any], seq_lens: Any) -> None:
-        if not self._tree.changed(requests):
-            return
-        forest, self._saved = self._tree.forest(tree_cache, requests, seq_lens), None
-        if forest is not None:
-            self._saved = forest.tokens_attended - forest.tokens_stored
 
     def _is_due(self, requests: int) -> bool:
         self._asked += 1
@@ -92,7 +86,6 @@ class MixedSteps:
     layers: StepLayers
     settings: Settings
     sharing: EagerSharing
-    slice_batch: Callable[[Any, int, int], Any] = first_rows
     unsplit: str | None = None
 
     def begin(self, forward_batch: Any) -> TreeStep | None:
@@ -136,7 +129,7 @@ class MixedSteps:
         layers, rows = self.layers, decoded.rows
         first = sum(forward_batch.extend_seq_lens_cpu[:-rows])
         try:
-            rest = self.slice_batch(forward_batch, first, forward_batch.batch_size - rows)
+            rest = first_rows(forward_batch, first, forward_batch.batch_size - rows)
             layers.host.init_forward_metadata(rest)
         except Exception as error:
             self.unsplit = "the host cannot slice such batches"

@@ -14,7 +14,7 @@ from deft_backend.hosts.vllm.content import (
     DOCUMENTS,
     Content,
     GraphBatches,
-    RestBuilder,
+    build_rest,
     content_of,
     leading_rows,
     prefills,
@@ -32,7 +32,7 @@ from deft_backend.hosts.vllm.factory import (
 from deft_backend.hosts.vllm.group import GroupAttention, TreeGroup
 from deft_backend.hosts.vllm.layers import divide_layers
 from deft_backend.hosts.vllm.server import server_of, shares_graphs
-from deft_backend.hosts.vllm.step import Picked, TreeStep, attach, is_attached, step_of
+from deft_backend.hosts.vllm.step import Picked, TreeStep, step_of
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION
@@ -54,7 +54,7 @@ class TreeBuilder:
     host: ClassVar[Any]  # the host's backend that tree attention surrounds
 
     deft_group: GroupAttention | None
-    deft_rest: RestBuilder | None = None  # for mixed steps, if these may be split
+    deft_rest: Any = None  # the host's builder for mixed steps, if these may be split
     deft_batches: GraphBatches | None = None  # for graphs that hold both attentions
     reorder_batch_threshold: int | None
 
@@ -71,8 +71,9 @@ class TreeBuilder:
         if self.deft_batches is not None:
             cast(Any, self).max_cudagraph_size = server_of(vllm_config).usual_graph
         if group is not None and group.prefixes is not None:
-            arguments = (kv_cache_spec, layer_names, vllm_config, device)
-            self.deft_rest = RestBuilder(self.host, self, arguments)
+            make = self.host.get_builder_cls()
+            self.deft_rest = make(kv_cache_spec, layer_names, vllm_config, device)
+            self.deft_rest.max_cudagraph_size = 0  # FLASH_ATTN: no graph holds these batches
             if self.reorder_batch_threshold is None:  # decode rows first, in model runner V1
                 self.reorder_batch_threshold = group.query_tokens
 
@@ -90,9 +91,7 @@ class TreeBuilder:
         from vllm.v1.attention.backend import AttentionCGSupport
 
         support = cast(Any, super()).get_cudagraph_support(vllm_config, kv_cache_spec)
-        if unsupported_server(vllm_config) is not None:
-            return support
-        if shares_graphs(vllm_config):
+        if unsupported_server(vllm_config) is not None or shares_graphs(vllm_config):
             return support
         eager = Settings.from_env().verify or envs.VLLM_BATCH_INVARIANT
         if eager and support is not AttentionCGSupport.NEVER:
@@ -158,7 +157,7 @@ class TreeBuilder:
             step.whole = cache(of_host) if rows else lambda: metadata
         if decoded is not None:
             group.count(step if rows else None, decoded, reason)
-        attach(metadata, step)
+        metadata.deft_step = step
         group.current = step
         return metadata
 
@@ -169,7 +168,7 @@ class TreeBuilder:
         self._capturing = True
         try:
             metadata = self._host().build_for_cudagraph_capture(common_attn_metadata)
-            if not is_attached(metadata):
+            if not hasattr(metadata, "deft_step"):
                 self._attach(metadata, 0, common_attn_metadata)
             return metadata
         finally:
@@ -180,7 +179,7 @@ class TreeBuilder:
     ) -> None:
         step, group = None, self.deft_group
         if group is None:
-            attach(metadata, None)
+            metadata.deft_step = None
             return
         content = content_of(common, group.query_tokens, equal_bits=group.equal_bits)
         if content is not None:
@@ -190,12 +189,12 @@ class TreeBuilder:
                 reason = "no metadata for a part of the batch" if step is None else None
             if not self._capturing:
                 group.count(step, content.decoded, reason)
-        attach(metadata, step)
+        metadata.deft_step = step
         group.current = step
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
         metadata = self._host().build_for_drafting(common_attn_metadata, draft_index)
-        attach(metadata, None)
+        metadata.deft_step = None
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: Any) -> Any:
@@ -205,11 +204,11 @@ class TreeBuilder:
             if step.rest is None:
                 mine = step.with_page_table(group, blk_table, None)
             elif self.deft_rest is not None:
-                rest = self.deft_rest.builder.update_block_table(
+                rest = self.deft_rest.update_block_table(
                     step.rest, blk_table[len(step.seq_lens) :], slot_mapping[step.tokens :]
                 )
                 mine = step.with_page_table(group, blk_table, rest)
-        attach(updated, mine)
+        updated.deft_step = mine
         return updated
 
     def use_cascade_attention(
@@ -242,7 +241,7 @@ class TreeBuilder:
         if self.deft_rest is None or args or kwargs.keys() - {"fast_build"}:
             return None
         try:
-            return self.deft_rest.build(content, common, **kwargs)
+            return build_rest(self.deft_rest, self, content, common, **kwargs)
         except Exception as error:
             self.deft_rest = None
             log.warn(
@@ -357,21 +356,17 @@ def may_share_graphs(host: Any, config: Any) -> bool:
     from vllm import envs
     from vllm.config import CUDAGraphMode
 
-    if host.get_name() != "FLASH_ATTN" or not config.use_v2_model_runner:
-        return False
-    if not matches(VLLM.installed() or "0", ">=0.33"):
-        return False
     full = CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE
-    if config.compilation_config.cudagraph_mode not in full:
-        return False
     parallel, model = config.parallel_config, config.model_config
     ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if max(*ranks, parallel.data_parallel_size) > 1:
-        return False
-    if any((config.speculative_config, config.lora_config, config.kv_transfer_config)):
-        return False
-    if model.is_multimodal_model or model.enable_prompt_embeds:
-        return False
-    if config.cache_config.kv_sharing_fast_prefill:
-        return False
-    return not (envs.VLLM_BATCH_INVARIANT or Settings.from_env().verify)
+    return (
+        host.get_name() == "FLASH_ATTN"
+        and bool(config.use_v2_model_runner)
+        and matches(VLLM.installed() or "0", ">=0.33")
+        and config.compilation_config.cudagraph_mode in full
+        and max(*ranks, parallel.data_parallel_size) == 1
+        and not any((config.speculative_config, config.lora_config, config.kv_transfer_config))
+        and not (model.is_multimodal_model or model.enable_prompt_embeds)
+        and not config.cache_config.kv_sharing_fast_prefill
+        and not (envs.VLLM_BATCH_INVARIANT or Settings.from_env().verify)
+    )

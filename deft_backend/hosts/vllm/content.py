@@ -125,28 +125,21 @@ def _context(common: Any) -> Any:
     return np.zeros(common.num_reqs, np.int64) if lens is None else lens.numpy()
 
 
-class RestBuilder:
-    """Makes the host's metadata of the requests behind a step's decode rows. A builder of its own:
-    graphs read the buffers that `first`, the builder of whole batches, keeps.
+def build_rest(builder: Any, first: Any, content: Content, common: Any, **options: Any) -> Any:
+    """The host's metadata of the requests behind a step's decode rows. A builder of its own makes
+    it: graphs read the buffers that `first`, the builder of whole batches, keeps.
     """
+    from vllm.v1.worker.ubatch_utils import UBatchSlice, _make_metadata_with_slice
 
-    def __init__(self, host: Any, first: Any, arguments: tuple[Any, ...]) -> None:
-        self._first = first
-        self.builder = host.get_builder_cls()(*arguments)
-        self.builder.max_cudagraph_size = 0  # FLASH_ATTN: no graph holds these batches
-
-    def build(self, content: Content, common: Any, **options: Any) -> Any:
-        from vllm.v1.worker.ubatch_utils import UBatchSlice, _make_metadata_with_slice
-
-        requests = slice(content.requests, int(common.num_reqs))
-        tokens = slice(content.tokens, int(common.num_actual_tokens))
-        rest = _make_metadata_with_slice(UBatchSlice(requests, tokens), common)
-        if common.is_prefilling is not None:
-            rest.is_prefilling = common.is_prefilling[requests]
-        # One workspace of FlashInfer serves all builders: their kernels run one after the other.
-        if hasattr(self.builder, "set_workspace_buffer"):
-            self.builder.set_workspace_buffer(self._first._get_workspace_buffer())
-        return self.builder.build(0, rest, **options)
+    requests = slice(content.requests, int(common.num_reqs))
+    tokens = slice(content.tokens, int(common.num_actual_tokens))
+    rest = _make_metadata_with_slice(UBatchSlice(requests, tokens), common)
+    if common.is_prefilling is not None:
+        rest.is_prefilling = common.is_prefilling[requests]
+    # One workspace of FlashInfer serves all builders: their kernels run one after the other.
+    if hasattr(builder, "set_workspace_buffer"):
+        builder.set_workspace_buffer(first._get_workspace_buffer())
+    return builder.build(0, rest, **options)
 
 
 def unsplit(content: Content, common: Any) -> str | None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from deft_backend.hosts.common.contract import members_of
 
-OWN_NAME_SINCE = "0.32"  # the first version in which plugins may add backend names
-
 CONTRACT = members_of(
     """
 # Registration, and the backend.
 vllm.v1.attention.backends.registry
     register_backend(backend, class_path)
     AttentionBackendEnum.{CUSTOM CPU_ATTN is_overridden}
-    AttentionBackendEnum.{FLASH_ATTN FLASHINFER TRITON_ATTN FLEX_ATTENTION}
     AttentionBackendEnum.register | >=0.32 | tells that new names are accepted
-    AttentionBackendEnum.{TRITON_FLASH_ATTN TRITON_FLASHINFER} | >=0.30
 vllm.platforms.interface
     Platform.is_cpu
     Platform.get_attn_backend_cls(selected_backend, attn_selector_config)
@@ -89,12 +85,10 @@ vllm.config.cache
     CacheConfig.kv_sharing_fast_prefill
 
 # The server's configuration, and what its scheduler tells.
-vllm.config
-    VllmConfig.use_v2_model_runner
 vllm.config.vllm
     get_current_vllm_config_or_none
     VllmConfig.{attention_config cache_config compilation_config kv_transfer_config lora_config
-        model_config parallel_config scheduler_config speculative_config}
+        model_config parallel_config scheduler_config speculative_config use_v2_model_runner}
 vllm.config.attention
     AttentionConfig.{backend use_non_causal}
 vllm.config.speculative

@@ -257,8 +257,7 @@ def _step_tensors(
     cache = blank_cache(layers.host, layers.vllm_config, shape, alike, *kind)
     caches, columns = kv_views(cache, attention.head_dim), _columns(layers, attention.page_size)
     drafts = Drafts(attention.query_tokens, ragged=True) if attention.query_tokens > 1 else None
-    integers: dict[str, Any] = {"rows_dtype": torch.int32, "lens_dtype": torch.int32}
-    return StepTensors(*caches, columns, drafts=drafts, layers=kinds, **integers)
+    return StepTensors(*caches, columns, drafts=drafts, layers=kinds, integers=torch.int32)
 
 
 def _columns(layers: LayerGroup, block_size: int) -> list[int]:
@@ -275,9 +274,7 @@ def _columns(layers: LayerGroup, block_size: int) -> list[int]:
 def can_sleep(vllm_config: Any) -> bool:
     """Whether a server may unmap its memory, by sleep mode or only by its allocator."""
     model = vllm_config.model_config
-    return any(
-        getattr(model, name, False) for name in ("enable_sleep_mode", "enable_cumem_allocator")
-    )
+    return bool(model.enable_sleep_mode or model.enable_cumem_allocator)
 
 
 def outside_memory_pools(make: Callable[[], T], device: torch.device) -> T:

@@ -159,8 +159,7 @@ def latent_attention(
     dims, dtype = (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype
     shaped, kernel = (heads, dims, dtype, device), vllm_latent_attention
     sizes["query_tokens"] = tokens
-    integers = (torch.int32, torch.int32)
-    return checked_latent_attention(*shaped, kernel, settings, integers=integers, **sizes)
+    return checked_latent_attention(*shaped, kernel, settings, integers=torch.int32, **sizes)
 
 
 def capture_both(group: LatentGroup | None, vllm_config: Any, settings: Settings) -> str | None:

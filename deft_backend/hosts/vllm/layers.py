@@ -196,9 +196,7 @@ def unsupported_kind(module: Any, vllm_config: Any) -> str | None:
         return f"a KV cache of kind {type(spec).__name__}"
     if spec.non_causal:
         return "attention that is not causal"
-    if type(spec) is MLAAttentionSpec:
-        return None
-    if spec.head_size_v not in (None, spec.head_size):
+    if type(spec) is FullAttentionSpec and spec.head_size_v not in (None, spec.head_size):
         return f"keys of {spec.head_size} and values of {spec.head_size_v} elements"
     return None
 

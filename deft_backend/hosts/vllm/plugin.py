@@ -14,9 +14,6 @@ from deft_backend.settings.config import Settings, SettingsError
 
 logger = logging.getLogger("deft_backend")
 
-MODULE = "deft_backend.hosts.vllm.registered"
-"""Where vLLM finds the classes registered here, when a layer needs them."""
-
 
 def register() -> None:
     """Name tree attention ``CUSTOM`` and, where vLLM takes it, ``DEFT``; a failure is one line in
@@ -68,7 +65,7 @@ def _register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    versions.register(f"{MODULE}.Custom")
+    versions.register("deft_backend.hosts.vllm.registered.Custom")  # loaded when a layer needs it
     reason = VLLM.refuse()
     if reason is None:
         _show_counters()

@@ -45,8 +45,24 @@ class Server:
 
     def counters_of(self, settings: Settings, dtype: torch.dtype, **layers: Any) -> ServerState:
         """The counters, made for these layers of the whole model, whose cache has this dtype."""
+        from vllm.distributed import parallel_state
+
         if self.state is None:
-            state = _state_of(self.config, settings, dtype, layers)
+            try:
+                rank = int(parallel_state.get_tensor_model_parallel_rank())
+            except AssertionError:  # outside a server
+                rank = 0
+            state = ServerState(
+                port=port_of(sys.argv),
+                rank=rank,
+                host="vllm",
+                host_version=VLLM.installed() or "unknown",
+                backend=asked_name(self.config),
+                policy=settings.policy,
+                dtype=str(dtype).removeprefix("torch."),
+                dtype_bytes=dtype.itemsize,
+                **layers,
+            )
             if untold(self.config) is None:
                 state.serving = False
                 observe_steps.install(self.observe)
@@ -78,28 +94,6 @@ def server_of(vllm_config: Any) -> Server:
 def shares_graphs(vllm_config: Any) -> bool:
     """Of :class:`Server`. A drafter asks with a copy of the configuration, which is no server's."""
     return _current is not None and _current.config is vllm_config and _current.shares_graphs
-
-
-def _state_of(
-    vllm_config: Any, settings: Settings, dtype: torch.dtype, layers: dict[str, Any]
-) -> ServerState:
-    from vllm.distributed import parallel_state
-
-    try:
-        rank = int(parallel_state.get_tensor_model_parallel_rank())
-    except AssertionError:  # outside a server
-        rank = 0
-    return ServerState(
-        port=port_of(sys.argv),
-        rank=rank,
-        host="vllm",
-        host_version=VLLM.installed() or "unknown",
-        backend=asked_name(vllm_config),
-        policy=settings.policy,
-        dtype=str(dtype).removeprefix("torch."),
-        dtype_bytes=dtype.itemsize,
-        **layers,
-    )
 
 
 def untold(vllm_config: Any) -> str | None:

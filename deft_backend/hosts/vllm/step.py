@@ -11,8 +11,6 @@ import torch
 from deft_backend.hosts.vllm.layers import Layer
 from deft_backend.telemetry.counters import Decoded
 
-_ATTRIBUTE = "deft_step"
-
 
 class Group(Protocol):
     """What a layer asks of its step's group; ``group.py`` implements it."""
@@ -94,14 +92,6 @@ class LayerCall(NamedTuple):
     query_rope: torch.Tensor | None = None
 
 
-def attach(metadata: Any, step: TreeStep | None) -> None:
-    setattr(metadata, _ATTRIBUTE, step)
-
-
-def is_attached(metadata: Any) -> bool:
-    return hasattr(metadata, _ATTRIBUTE)
-
-
 def step_of(metadata: Any) -> TreeStep | None:
-    step: TreeStep | None = getattr(metadata, _ATTRIBUTE, None)
+    step: TreeStep | None = getattr(metadata, "deft_step", None)
     return step

@@ -16,9 +16,8 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from deft_backend.hosts.common.contract import TestedVersions, first_missing, version_key
+from deft_backend.hosts.common.contract import TestedVersions, first_missing, matches
 from deft_backend.hosts.vllm.contract import CONTRACT as CONTRACT
-from deft_backend.hosts.vllm.contract import OWN_NAME_SINCE
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +55,7 @@ def missing() -> str | None:
 def backend_name(version: str | None = None) -> str:
     """The name for ``--attention-backend``: our own, or vLLM's placeholder in older versions."""
     version = VLLM.installed() if version is None else version
-    if version is None or version_key(version) < version_key(OWN_NAME_SINCE):
+    if version is None or matches(version, "<0.32"):
         return PLACEHOLDER
     return OWN_NAME
 

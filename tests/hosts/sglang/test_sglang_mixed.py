@@ -48,6 +48,11 @@ def test_the_hosts_slice_has_so_many_tokens_and_requests(host, monkeypatch):
     assert ranges == [[0, 5], [0, 3]]
 
 
+@pytest.fixture(autouse=True)
+def sliced(monkeypatch):
+    monkeypatch.setattr("deft_backend.hosts.sglang.mixed.first_rows", first_rows)
+
+
 class MixedServer(fakes.FakeServer):
     """A server whose last requests decode and whose first ones prefill `chunks`."""
 
@@ -74,7 +79,7 @@ class MixedServer(fakes.FakeServer):
 
         super().__init__(Host(), tree_attention(max_batch=8), self.next_batch)
         sharing = EagerSharing(self.layers, self.observer)
-        self.steps.mixed = MixedSteps(self.layers, Settings(min_batch=2), sharing, first_rows)
+        self.steps.mixed = MixedSteps(self.layers, Settings(min_batch=2), sharing)
         self.mixed = self.steps.mixed
 
     def next_batch(self, kind="mixed"):
@@ -296,8 +301,9 @@ def test_after_a_failure_the_host_computes_the_whole_batch(
     assert counted(server)[MIXED, failed] == 2 - before
 
 
-def test_a_batch_that_the_host_cannot_slice_is_left_to_it(server, caplog):
-    server.mixed.slice_batch = raising(ValueError("Field x has value, but is not yet supported"))
+def test_a_batch_that_the_host_cannot_slice_is_left_to_it(server, monkeypatch, caplog):
+    refuses = raising(ValueError("Field x has value, but is not yet supported"))
+    monkeypatch.setattr("deft_backend.hosts.sglang.mixed.first_rows", refuses)
     for _ in range(2):
         server.run()
     assert caplog.text.count("Field x has value") == 1

@@ -18,7 +18,7 @@ from deft_backend.attention import LatentAttention, self_check
 from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.vllm import latent, server
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
-from deft_backend.hosts.vllm.step import attach, step_of
+from deft_backend.hosts.vllm.step import step_of
 from deft_backend.settings.config import Settings
 from deft_patches.vllm import tree_graphs
 from failure_lines import raising
@@ -230,7 +230,7 @@ def test_other_steps_are_the_hosts():
     step = Step(fakes.Batch(DECODE, shared=2))
     step.layers.impls[0].need_to_return_lse_for_decode = True
     assert step.is_hosts
-    attach(step.metadata, None)
+    step.metadata.deft_step = None
     step.layers.impls[0].need_to_return_lse_for_decode = False
     assert step.is_hosts
 

@@ -267,7 +267,9 @@ def test_how_a_server_describes_itself(rank, monkeypatch):
     config, model = make_config(), {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     model |= {"num_layers": 3, "device": "cpu", "short_tokens": 512, "values_apart": False}
     config.attention_config.backend = SimpleNamespace(name="DEFT")
-    found = server._state_of(config, Settings(policy="fasttree"), torch.bfloat16, model)
+    monkeypatch.setattr(server, "report_counters", lambda *given, **named: None)
+    settings = Settings(policy="fasttree")
+    found = server.Server(config).counters_of(settings, torch.bfloat16, **model)
     expected = ServerState(
         **{"port": 81, "rank": rank or 0, "host": "vllm", "backend": "DEFT", "policy": "fasttree"},
         **{"host_version": versions.VLLM.installed(), "dtype": "bfloat16", "dtype_bytes": 2},
@@ -339,7 +341,7 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     (tensors,) = warmed_up
     assert (tensors.table_columns, tensors.drafts) == (columns, drafts)
     assert (tensors.k_cache.shape, tensors.v_cache.shape) == ((2, 16, KV_HEADS, DIM),) * 2
-    assert {tensors.table_dtype, tensors.lens_dtype, tensors.rows_dtype} == {torch.int32}
+    assert {tensors.table_dtype, tensors.integers} == {torch.int32}
     assert [*tensors.layers] == [LayerKind(soft_cap=True)]
     assert (group.counts, group.tree_layers) == (True, 2)
 

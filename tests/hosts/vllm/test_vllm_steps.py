@@ -13,9 +13,9 @@ import torch
 import vllm_fakes as fakes
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.vllm import server
-from deft_backend.hosts.vllm.content import DOCUMENTS, RestBuilder, content_of, unsplit
+from deft_backend.hosts.vllm.content import DOCUMENTS, build_rest, content_of, unsplit
 from deft_backend.hosts.vllm.layers import drafts
-from deft_backend.hosts.vllm.step import attach, step_of
+from deft_backend.hosts.vllm.step import step_of
 from deft_backend.telemetry.counters import MIXED, Content, Counters, Steps
 from deft_patches.vllm import observe_steps
 from drawings import check_asked
@@ -100,7 +100,7 @@ def test_a_cache_of_eight_bits(kind, cache):
         fakes.state().counters().total(tree=True).steps,
         fakes.state().counters().steps_host,
     ) == (1, {})
-    attach(step.metadata, None)
+    step.metadata.deft_step = None
     step.cache = fakes.Cache(step.batch.pages, step.batch.block_size)
     step.check_quantised(cache)  # the host's own
 
@@ -245,17 +245,18 @@ def test_the_rest_of_a_batch_gets_a_builder_of_its_own(workspace):
             return rest
 
     first = SimpleNamespace(_get_workspace_buffer=lambda: "the workspace")
-    rests = RestBuilder(SimpleNamespace(get_builder_cls=lambda: Builder), first, ("a", "b"))
+    builder = Builder("a", "b")
+    builder.max_cudagraph_size = 0
     for prefilling in (None, torch.tensor([False] * 3 + [True] * 2)):
         batch = fakes.Batch(LENS, shared=2, query_lens=[1, 1, 1, 30, 5])
         common = batch.common(is_prefilling=prefilling)
-        rest = rests.build(content_of(common, 1), common, fast_build=True)
+        rest = build_rest(builder, first, content_of(common, 1), common, fast_build=True)
         assert (rest.num_reqs, rest.num_actual_tokens, rest.max_query_len) == (2, 35, 30)
         assert rest.query_start_loc.tolist() == [0, 30, 35]
         assert rest.seq_lens.tolist() == [50, 5]
         assert prefilling is None or rest.is_prefilling.tolist() == [True, True]
     told = [*(["the workspace"] * workspace), (0, {"fast_build": True})]
-    assert rests.builder.calls == [("a", "b"), *told * 2]
+    assert builder.calls == [("a", "b"), *told * 2]
 
 
 # Verification of draft chains
