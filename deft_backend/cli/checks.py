@@ -62,8 +62,8 @@ HOSTS = (
 
 # Package, lowest version, first version not supported, what its absence is, remedy.
 _PACKAGES: tuple[tuple[str, str, str | None, Status, str], ...] = (
-    ("torch", "2.8", "3", "problem", "pip install 'torch>=2.8'"),
-    ("triton", "3.4", "4", "problem", "pip install 'triton>=3.4'"),
+    ("torch", "2.8", "3", "problem", "pip install 'torch>=2.8,<3'"),
+    ("triton", "3.4", "4", "problem", "pip install 'triton>=3.4,<4'"),
     ("aiohttp", "3.9", None, "note", "pip install 'deft-backend[bench]'"),
 )
 
@@ -185,7 +185,11 @@ def check_device() -> Iterator[Check]:
 
 
 def check_settings() -> Iterator[Check]:
+    pair = _no_batch()
     for variable in VARIABLES:
+        if pair and variable.field == "min_batch":
+            yield Check(variable.name, "problem", pair, "lower it, or raise DEFT_MAX_BATCH")
+            continue
         value = os.environ.get(variable.name, "").strip()
         if not value:
             yield Check(variable.name, "ok", f"{variable.default or 'unset'} (default)")
@@ -200,8 +204,8 @@ def check_settings() -> Iterator[Check]:
         if variable.field == "fallback_backend":
             # Only the host knows its backends, and importing it takes too long here.
             yield Check(variable.name, "note", f"{value}; the server checks it when it starts")
-        elif variable.field == "kernel_cache" and not (parsed / "manifest.json").is_file():
-            text = f"{value} holds no kernels, so servers compile theirs"
+        elif variable.field == "kernel_cache" and not os.path.isfile(parsed / "manifest.json"):
+            text = f"{value} holds no kernels that can be read, so servers compile theirs"
             yield Check(variable.name, "note", text, "fill it with deft warm")
         else:
             yield Check(variable.name, "ok", value)
@@ -210,6 +214,15 @@ def check_settings() -> Iterator[Check]:
     for name, hint in unknown_settings(os.environ):
         yield Check(name, "note", f"set, but no such setting exists; {hint}", f"unset {name}")
     yield from _state_folder()
+
+
+def _no_batch() -> str | None:
+    """Why tree attention would decode no batch, if each setting alone is allowed."""
+    try:
+        Settings.from_env()
+    except SettingsError as error:
+        return str(error) if " and DEFT_MAX_BATCH " in str(error) else None
+    return None
 
 
 def _stub() -> Iterator[Check]:
@@ -246,9 +259,7 @@ def _state_folder() -> Iterator[Check]:
     try:
         folder = state_directory(Settings.from_env())
     except SettingsError as error:
-        if " and DEFT_MAX_BATCH " in str(error):
-            yield Check("DEFT_MIN_BATCH", "problem", str(error), "set it to DEFT_MAX_BATCH or less")
-        elif "DEFT_" not in str(error).split(" ")[0]:  # otherwise reported above
+        if "DEFT_" not in str(error).split(" ")[0]:  # otherwise reported above
             yield Check("state folder", "problem", str(error), _CACHE)
         return
     reason = write_fails(folder)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
+from deft_backend.settings.policy_names import AUTO, INVARIANT, POLICY_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,8 @@ class Settings:
         if wrong:
             raise SettingsError("\n".join(wrong))
         settings = cls(**values)
-        if settings.min_batch > settings.max_batch:
+        # Policy `invariant` has no smallest batch.
+        if settings.policy != INVARIANT and settings.min_batch > settings.max_batch:
             raise SettingsError(
                 f"DEFT_MIN_BATCH is {settings.min_batch} and DEFT_MAX_BATCH {settings.max_batch}, "
                 "so the host would decode every batch; set the first to the second or less"
