@@ -98,15 +98,19 @@ class Pool:
     `moved` holds the same tokens in other pages, under other page ids.
     """
 
-    def __init__(self, batch, *, dtype=torch.float16, kv_dtype=None, query_tokens=1):
+    def __init__(
+        self, batch, *, dtype=torch.float16, kv_dtype=None, query_tokens=1, num_query_heads=4
+    ):
         generator = torch.Generator().manual_seed(int(batch.seq_lens.sum()))
         self.page_size = batch.page_size
         self.tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
-        self.lens = torch.from_numpy(batch.seq_lens)
+        lens = torch.from_numpy(batch.seq_lens)
+        self.lens = lens * (lens >= query_tokens)
         pages = int(self.tables.max()) + 1 if self.tables.numel() else 1
         shape = (2, pages, batch.page_size, 2, 64)
         self.k, self.v = torch.randn(shape, generator=generator).to(kv_dtype or dtype)
-        self.q = torch.randn(len(self.lens), query_tokens, 4, 64, generator=generator).to(dtype)
+        queries = (len(self.lens), query_tokens, num_query_heads, 64)
+        self.q = torch.randn(queries, generator=generator).to(dtype)
         names = torch.randperm(pages, generator=generator)
         back = torch.argsort(names)
         self.moved = (self.k[back], self.v[back], names.to(self.tables.dtype))
@@ -159,6 +163,9 @@ KINDS = {
     "8 bits": ({"kv_dtype": torch.float8_e4m3fn}, {"k_scale": 0.5, "v_scale": 2.0}),
     "soft cap": ({}, {"logit_cap": 3.0}),
     "sinks": ({}, {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}),
+    "groups of 3": ({"num_query_heads": 6}, {}),
+    "chains of 3": ({"query_tokens": 3}, {}),
+    "long chains": ({"query_tokens": 9, "num_query_heads": 6}, {}),
 }
 
 
@@ -187,7 +194,8 @@ def test_a_requests_bits_depend_on_the_request_alone(attention_of, kind, batch, 
         for at in range(len(requests)):  # neighbours that grow, or have ended
             if at != place:
                 lens[at] = data.draw(st.integers(0, int(lens[at])))
-        q = torch.randn(len(requests), 1, 4, 64).to(attention.dtype)
+        lens *= lens >= pool.q.shape[1]
+        q = torch.randn(len(requests), *pool.q.shape[1:]).to(attention.dtype)
         q[place] = pool.q[target]
         found = pool.run(
             attention_of(
