@@ -60,6 +60,9 @@ def host_arguments(words: Sequence[str] | None) -> list[str]:
                 f"{option} is given behind '--', where it would replace the plugin. Omit it; "
                 "'deft ab --baseline' names the backend to compare with"
             )
+    for option in ("--model-path", "--model"):
+        if value_of(option, arguments) is not None:
+            raise fail(f"{option} is given behind '--'; name the model with --model before it")
     return arguments
 
 
