@@ -15,6 +15,7 @@ from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import (
     VARIABLES,
+    NoBatchError,
     Settings,
     SettingsError,
     removed_settings,
@@ -195,15 +196,15 @@ def check_settings() -> Iterator[Check]:
             yield Check(variable.name, "ok", f"{variable.default or 'unset'} (default)")
             continue
         try:
-            parsed = variable.parse(value)
-        except ValueError:
-            text = f"{variable.name} is {value!r}; expected {variable.allowed}"
+            parsed = variable.read(value)
+        except SettingsError as error:
             remedy = f"unset {variable.name}, or set it to {variable.allowed}"
-            yield Check(variable.name, "problem", text, remedy)
+            yield Check(variable.name, "problem", str(error), remedy)
             continue
         if variable.field == "fallback_backend":
             # Only the host knows its backends, and importing it takes too long here.
             yield Check(variable.name, "note", f"{value}; the server checks it when it starts")
+        # kernel_folder.MANIFEST: its module imports Triton, which may be what is missing
         elif variable.field == "kernel_cache" and not os.path.isfile(parsed / "manifest.json"):
             text = f"{value} holds no kernels that can be read, so servers compile theirs"
             yield Check(variable.name, "note", text, "fill it with deft warm")
@@ -220,8 +221,10 @@ def _no_batch() -> str | None:
     """Why tree attention would decode no batch, if each setting alone is allowed."""
     try:
         Settings.from_env()
-    except SettingsError as error:
-        return str(error) if " and DEFT_MAX_BATCH " in str(error) else None
+    except NoBatchError as error:
+        return str(error)
+    except SettingsError:
+        pass  # each variable is checked alone
     return None
 
 

@@ -23,6 +23,10 @@ class SettingsError(ValueError):
     """An environment variable has a value that is not allowed."""
 
 
+class NoBatchError(SettingsError):
+    """Each variable is allowed, and together they leave tree attention no batch."""
+
+
 class Variable(NamedTuple):
     """One environment variable: the field of :class:`Settings` that it sets, and how it is read."""
 
@@ -34,6 +38,13 @@ class Variable(NamedTuple):
     @property
     def name(self) -> str:
         return f"DEFT_{self.field.upper()}"
+
+    def read(self, text: str) -> Any:
+        """The value of a text; raises SettingsError if it is not allowed."""
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise SettingsError(f"{self.name} is {text!r}; expected {self.allowed}") from None
 
     @property
     def default(self) -> str:
@@ -177,15 +188,15 @@ class Settings:
             if not text:  # unset and empty mean the same: the default
                 continue
             try:
-                values[variable.field] = variable.parse(text)
-            except ValueError:
-                wrong.append(f"{variable.name} is {text!r}; expected {variable.allowed}")
+                values[variable.field] = variable.read(text)
+            except SettingsError as error:
+                wrong.append(str(error))
         if wrong:
             raise SettingsError("\n".join(wrong))
         settings = cls(**values)
         # Policy `invariant` has no smallest batch.
         if settings.policy != INVARIANT and settings.min_batch > settings.max_batch:
-            raise SettingsError(
+            raise NoBatchError(
                 f"DEFT_MIN_BATCH is {settings.min_batch} and DEFT_MAX_BATCH {settings.max_batch}, "
                 "so the host would decode every batch; set the first to the second or less"
             )
